@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import attention, delta_rule, selective_scan, ssd
+from . import attention, delta_rule, discrete_ssd, selective_scan, ssd
 
 ADAPTERS: dict[str, ModuleType] = {
     "attention": attention,
     "ssd": ssd,
     "selective_scan": selective_scan,
     "delta_rule": delta_rule,
+    "discrete_ssd": discrete_ssd,
 }
 
 
