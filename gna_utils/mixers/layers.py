@@ -1,7 +1,7 @@
 """The table of a model's layers: which mixers each layer holds, read from the modules themselves.
 
 Configs name layer kinds in many ways ("mamba", "linear_attention", "hybrid", nothing at all); the modules do not
-lie. One rule per kind of mixer covers every family, and a module can also declare itself (see ``_declared``).
+lie. One rule per kind of mixer covers every family.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _CALL_SITES = {
     "ssd": "mamba2_chunk_scan_0",
     "selective_scan": "mamba_selective_scan_0",
     "delta_rule": "torch_chunk_gated_delta_rule_0",
+    "discrete_ssd": "discrete_ssd_scan_0",
 }
 
 
@@ -198,7 +199,7 @@ def _is_foreign(path: str) -> bool:
 def _mixers_of(layer: nn.Module, index: int, path: str) -> list[MixerInfo]:
     found = []
     for inner, part in layer.named_modules():
-        mixer = _declared(part) or _attention(part) or _scan(part)
+        mixer = _attention(part) or _scan(part)
         if mixer is not None:
             kind, head_dim, out_proj = mixer
             width = _in_features(getattr(part, out_proj))
@@ -210,12 +211,6 @@ def _mixers_of(layer: nn.Module, index: int, path: str) -> list[MixerInfo]:
                 )
             )
     return found
-
-
-def _declared(part: nn.Module) -> tuple[str, int, str] | None:
-    """A module that says itself what it is: ``gna_mixer = "discrete_ssd"`` beside ``head_dim`` and ``out_proj``."""
-    kind = getattr(part, "gna_mixer", None)
-    return (kind, part.head_dim, "out_proj") if isinstance(kind, str) else None
 
 
 def _attention(part: nn.Module) -> tuple[str, int, str] | None:
@@ -230,8 +225,12 @@ def _attention(part: nn.Module) -> tuple[str, int, str] | None:
 
 
 def _scan(part: nn.Module) -> tuple[str, int, str] | None:
-    if "A_log" not in part._parameters or "out_proj" not in part._modules:
+    if "out_proj" not in part._modules:
         return None
+    if "A_log" not in part._parameters:
+        # Llamba projects its decay from the input: what is left of a Mamba-2 mixer without A_log
+        discrete = "D" in part._parameters and {"in_proj", "conv1d"} <= part._modules.keys()
+        return ("discrete_ssd", part.head_dim, "out_proj") if discrete else None
     if part.A_log.ndim > 1:  # one row of decays per channel: Mamba-1
         return "selective_scan", 1, "out_proj"
     if hasattr(part, "head_v_dim"):

@@ -1,0 +1,228 @@
+"""Run a model on a batch: the one place where a plain forward pass is traced.
+
+Batches are right padded, which is exact for every kind of causal model, and the attention mask always goes along:
+without it scan layers would read the padding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import nnsight
+import torch
+from torch import Tensor
+
+from .errors import GnaError
+from .interventions import running
+from .mixers.layers import layers
+from .remote import backend
+
+# names of the cache in the signatures and outputs of transformers, newest first
+_CACHES = ("cache", "past_key_values", "cache_params")
+
+
+@torch.no_grad()
+def forward(
+    model,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    positions: Tensor | None = None,
+    rows: Sequence | None = None,
+    past=None,
+    keep_past: bool = False,
+    remote: bool | str = False,
+):
+    """Logits of the next token at one position of each prompt, or at several.
+
+    >>> forward(model, batch.input_ids, batch.attention_mask).shape                 # after each last token
+    torch.Size([batch, vocabulary])
+    >>> forward(model, ids, mask, positions=torch.tensor([[3, 7], [2, 5]])).shape    # two positions per prompt
+    torch.Size([2, 2, vocabulary])
+
+    ``input_ids`` and ``attention_mask`` are (batch, length) integers, padded at the right. ``positions`` is a
+    LongTensor (batch,) or (batch, k), by default the last token of each prompt; the output projection runs on these
+    rows only. Returns float32. Active contexts such as ``ablate`` apply; ``rows``, the encoded examples of the batch,
+    tells them where summary tokens and queries are.
+
+    ``keep_past=True`` returns ``(logits, past)``; give ``past`` back, with a mask over old and new tokens, to go on
+    after prompts of one length. The model updates the cache in place: copy it to use it twice. ``remote`` as in nnsight.
+
+    Raises :class:`GnaError` for wrong shapes, left padding, empty rows, a model in training mode, a cache with padding
+    or on a server, and when a context is active on another model.
+    """
+    require_eval(model)
+    _check(input_ids, attention_mask, past, keep_past, remote)
+    length = input_ids.shape[1]
+    positions = _positions(positions, attention_mask[:, -length:], length)
+    options = {"use_cache": keep_past or past is not None}
+    if past is not None:
+        kinds = {mixer.kind for mixer in layers(model)}
+        if "selective_scan" in kinds and length > 1:
+            return _token_by_token(model, input_ids, attention_mask, positions, past, keep_past)
+        options |= _continuation(model, attention_mask.shape[1] - length, length, past)
+        if "attention" not in kinds:  # a pure scan model wants the mask of the new tokens alone
+            attention_mask = attention_mask[:, -length:]
+    picked = positions if positions.ndim == 2 else positions[:, None]
+    head = _output_head(model)
+    with (
+        running(model, marks(rows, length)),
+        model.trace(
+            input_ids=input_ids, attention_mask=attention_mask, backend=backend(model, remote), **options
+        ),
+    ):
+        if head is not None:
+            _keep_rows(model.get(head), picked)
+        output = model.output
+        logits = nnsight.save(_logits(output, None if head is not None else picked))
+        cache = nnsight.save(_cache(output)) if keep_past else None
+    logits = logits if positions.ndim == 2 else logits[:, 0]
+    return (logits, cache) if keep_past else logits
+
+
+def tokens(model, prompts) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, (batch, length) right padded, for every way of giving prompts.
+
+    >>> ids, mask = tokens(model, ["a short one", "and a longer one"])
+
+    ``prompts`` is a text, a list of texts, of examples or of encoded examples, a batch, or a LongTensor of ids.
+    Raises :class:`GnaError` for an empty list, an empty prompt, and anything else.
+    """
+    return encode_prompts(model, prompts)[:2]
+
+
+def encode_prompts(model, prompts) -> tuple[Tensor, Tensor, list | None]:
+    """:func:`tokens`, and the encoded examples where the prompts have marked positions (else None)."""
+    if hasattr(prompts, "attention_mask"):
+        return prompts.input_ids, prompts.attention_mask, list(getattr(prompts, "rows", None) or []) or None
+    if isinstance(prompts, Tensor):
+        prompts = prompts[None] if prompts.ndim == 1 else prompts
+        return prompts, torch.ones_like(prompts), None
+    items = [prompts] if isinstance(prompts, str) or hasattr(prompts, "segments") else list(prompts)
+    if not items:
+        raise GnaError("no prompt was given: name at least one.")
+    if all(isinstance(item, str) for item in items):
+        return *_pad(model.tokenizer(items)["input_ids"]), None
+    if all(hasattr(item, "candidates") for item in items):
+        from .tasks import encode
+
+        items = encode(items, model.tokenizer)
+    if not all(hasattr(item, "input_ids") for item in items):
+        raise GnaError(f"{type(items[0]).__name__} is not a prompt: give texts, examples, encoded examples or a batch.")
+    return *_pad([item.input_ids for item in items]), items
+
+
+def marks(rows: Sequence | None, length: int) -> dict[str, Tensor]:
+    """Where the marked positions of encoded examples are: maps (batch, length) by name."""
+    if not rows:
+        return {}
+    found = {name: torch.zeros(len(rows), length, dtype=torch.bool) for name in ("query", "summary")}
+    for i, row in enumerate(rows):
+        found["query"][i, row.query] = True
+        found["summary"][i, list(row.summary)] = True
+    return found
+
+
+def require_eval(model) -> None:
+    """Refuse training mode, in which dropout and fused kernels change what a model computes."""
+    if model._module.training:
+        raise GnaError("the model is in training mode: call model.eval() first.")
+
+
+def _pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    if not all(len(row) for row in rows):
+        raise GnaError("a prompt has no tokens.")
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(row)] = 1
+    return ids, mask
+
+
+def _check(input_ids: Tensor, attention_mask: Tensor, past, keep_past: bool, remote) -> None:
+    shape = tuple(input_ids.shape)
+    if input_ids.ndim != 2 or attention_mask.ndim != 2 or shape[0] != attention_mask.shape[0]:
+        raise GnaError(
+            f"input_ids has shape {shape} and attention_mask {tuple(attention_mask.shape)}: both must be "
+            "(batch, length)."
+        )
+    if past is None and attention_mask.shape[1] != shape[1]:
+        raise GnaError(f"the mask covers {attention_mask.shape[1]} tokens, but the prompts have {shape[1]}.")
+    if (attention_mask.diff(dim=1) > 0).any() or not attention_mask[:, 0].all():
+        raise GnaError("a prompt is empty or padded at the left: pad at the right, and give the same mask.")
+    if past is None and not keep_past:
+        return
+    if remote:
+        raise GnaError("a cache stays on the server: run whole prompts with remote=.")
+    covered = attention_mask if past is None else attention_mask[:, : -shape[1]]
+    if not covered.all():
+        raise GnaError("a cache is exact only after prompts of one length: group the prompts by length.")
+
+
+def _positions(positions: Tensor | None, mask: Tensor, length: int) -> Tensor:
+    if positions is None:
+        return mask.long().sum(1) - 1
+    if positions.ndim not in (1, 2) or positions.shape[0] != len(mask):
+        raise GnaError(
+            f"positions has shape {tuple(positions.shape)}: give ({len(mask)},) or ({len(mask)}, k) for this batch."
+        )
+    if positions.min() < 0 or positions.max() >= length:
+        raise GnaError(f"positions must lie between 0 and {length - 1}, the last token of the longest prompt.")
+    return positions.long()
+
+
+def _output_head(model) -> str | None:
+    """Path of the projection to the vocabulary, None where the model does not say."""
+    module = model._module
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    return next((path for path, part in module.named_modules() if part is head), None) if head is not None else None
+
+
+def _continuation(model, start: int, length: int, past) -> dict:
+    """Arguments for going on from a cache; positions are explicit because Bamba counts them from 0 again."""
+    names = inspect.signature(model._module.forward).parameters
+    options = {next((name for name in _CACHES if name in names), "cache"): past}
+    if "position_ids" in names:
+        options["position_ids"] = torch.arange(start, start + length)[None]
+    return options
+
+
+def _token_by_token(model, input_ids: Tensor, attention_mask: Tensor, positions: Tensor, past, keep_past: bool):
+    """Mamba-1 scans of transformers forget the cached state unless tokens come one at a time."""
+    length, start = input_ids.shape[1], attention_mask.shape[1] - input_ids.shape[1]
+    steps = []
+    for i in range(length):
+        logits, past = forward(
+            model,
+            input_ids[:, i : i + 1],
+            attention_mask[:, : start + i + 1],
+            positions=torch.zeros(len(input_ids), dtype=torch.long),
+            past=past,
+            keep_past=True,
+        )
+        steps.append(logits)
+    picked = positions if positions.ndim == 2 else positions[:, None]
+    logits = torch.stack(steps, dim=1).take_along_dim(picked.to(steps[0].device)[..., None], dim=1)
+    logits = logits if positions.ndim == 2 else logits[:, 0]
+    return (logits, past) if keep_past else logits
+
+
+def _keep_rows(head, picked: Tensor) -> None:
+    hidden = head.input
+    head.input = hidden.take_along_dim(picked.to(hidden.device)[..., None], dim=1)
+
+
+def _logits(output, picked: Tensor | None) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output.logits
+    if picked is not None:
+        logits = logits.take_along_dim(picked.to(logits.device)[..., None], dim=1)
+    return logits.float()
+
+
+def _cache(output):
+    for name in _CACHES:
+        if (found := output.get(name)) is not None:
+            return found
+    raise GnaError("this model keeps no cache.")
