@@ -1,18 +1,20 @@
 """Llamba in plain PyTorch: a Llama whose attention is replaced by a discrete state-space mixer.
 
-Official checkpoints load into it, because configuration keys and parameter names are the official ones, and no
-CUDA-only package is needed. Importing this module registers it with transformers:
+Official checkpoints load into it, because configuration keys and parameter names are the official ones, and
+no CUDA-only package is needed. Importing this module registers it with transformers:
 
 >>> import gna_utils.llamba
 >>> model = AutoModelForCausalLM.from_pretrained("cartesia-ai/Llamba-1B")   # or a local folder
 
-Read it from top to bottom: the recurrence one step at a time, the same map as a matrix, the fast scan that mixes
-both, then the mixer, the layer and the model around them.
+Read it from top to bottom: the recurrence one step at a time, the same map as a matrix, the fast scan that
+mixes both, then the mixer, the layer and the model around them.
 Source: Bick et al., "Llamba: Scaling Distilled Recurrent Models for Efficient Language Processing"
 (arXiv 2502.14458); the mixer is the "discrete Mamba-2" of MOHAWK (arXiv 2408.10189).
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,7 @@ from .llamba_config import LlambaConfig
 
 
 def discrete_ssd_recurrence(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
-    """The mixer's scan one token at a time: slow, and the definition of what :func:`discrete_ssd_scan` computes.
+    """The mixer's scan one token at a time: slow, and the definition of what the fast scan computes.
 
     At each token every head forgets a little, writes ``B_t x_t`` into its state and reads it with ``C_t``.
     Shapes as in :func:`discrete_ssd_scan`.
@@ -50,9 +52,9 @@ def discrete_ssd_recurrence(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, 
 def discrete_ssd_matrix(log_decay: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None) -> Tensor:
     """The same scan written as one matrix per head, ``y = T x``.
 
-    ``T_ij = (C_i . B_j) exp(log_decay_{j+1} + ... + log_decay_i)`` for ``j <= i``, 0 above the diagonal, plus the
-    skip weight ``D`` on it. Heads come first here: ``log_decay`` is ``(batch, head, L)``, ``B`` and ``C`` are
-    ``(batch, head, L, d_state)``, ``D`` is ``(head,)``, the result ``(batch, head, L, L)``, all float32.
+    ``T_ij = (C_i . B_j) exp(log_decay_{j+1} + ... + log_decay_i)`` for ``j <= i``, 0 above the diagonal, plus
+    the skip weight ``D`` on it. Heads come first here: ``log_decay`` is ``(batch, head, L)``, ``B`` and ``C``
+    are ``(batch, head, L, d_state)``, ``D`` is ``(head,)``, the result ``(batch, head, L, L)``, all float32.
     """
     length = log_decay.shape[-1]
     # Row i, column j holds log_decay_i where i > j, so running sums down the columns add up j+1..i. No large
@@ -81,8 +83,8 @@ def discrete_ssd_scan(
 
     ``x`` is ``(batch, L, n_v_heads, head_dim)``, ``log_decay`` ``(batch, L, n_v_heads)``, ``B`` and ``C``
     ``(batch, L, n_qk_heads, d_state)`` where neighbouring heads share one row, ``D`` ``(n_v_heads,)``.
-    Returns the output, shaped and typed like ``x``, and the state ``(batch, n_v_heads, d_state, head_dim)`` in
-    float32. Source: the block decomposition of Dao and Gu (arXiv 2405.21060, section 6).
+    Returns the output, shaped and typed like ``x``, and the state ``(batch, n_v_heads, d_state, head_dim)``
+    in float32. Source: the block decomposition of Dao and Gu (arXiv 2405.21060, section 6).
     """
     share = x.shape[2] // B.shape[2]
     B, C = (t.repeat_interleave(share, dim=2) for t in (B, C))
@@ -108,8 +110,9 @@ def discrete_ssd_scan(
 class DiscreteSSDMixer(nn.Module):
     """The token mixer: project, convolve, scan, gate, project.
 
-    ``in_proj`` gives ``[x B C | z | A_log]`` for every token. A short causal convolution runs over ``x B C``; the
-    scan mixes the tokens with decay ``sigmoid(-A_log)``; ``silu(z + z_bias)`` gates the result for ``out_proj``.
+    ``in_proj`` gives ``[x B C | z | A_log]`` for every token. A short causal convolution runs over ``x B C``,
+    the scan mixes the tokens with decay ``sigmoid(-A_log)``, and ``silu(z + z_bias)`` gates what ``out_proj``
+    reads. A head is a slice of ``head_dim`` columns of ``out_proj``.
     """
 
     def __init__(self, config: LlambaConfig, layer_idx: int):
@@ -138,7 +141,7 @@ class DiscreteSSDMixer(nn.Module):
         self.D = nn.Parameter(torch.ones(self.num_heads))
         self.out_proj = nn.Linear(self.d_inner, config.d_model, bias=ssm["bias"])
 
-    def forward(self, hidden_states: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache: Cache | None, mask: Tensor | None) -> Tensor:
         batch, length, _ = hidden_states.shape
         xBC, z, A_log = self.in_proj(hidden_states).split(self.sizes, dim=-1)
         past = None if cache is None else cache.get_recurrent_state(self.layer_idx)
@@ -165,8 +168,8 @@ class DiscreteSSDMixer(nn.Module):
     def convolve(self, xBC: Tensor, cache: Cache | None, mask: Tensor | None) -> Tensor:
         """Mix each token with the few *real* tokens before it, wherever the padding stands.
 
-        Cached columns of earlier tokens come in front. With a mask the padding is moved to the very front, where
-        its zeros stand for "before the text", and moved back afterwards.
+        Cached columns of earlier tokens come in front. With a mask the padding is moved to the very front,
+        where its zeros stand for "before the text", and moved back afterwards.
         """
         past = None if cache is None else cache.get_conv_state(self.layer_idx)
         n_past = 0 if past is None else past.shape[-1]
@@ -212,7 +215,7 @@ class LlambaLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.d_model, eps=config.norm_epsilon)
         self.mlp = LlambaMLP(config)
 
-    def forward(self, hidden_states: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache: Cache | None, mask: Tensor | None) -> Tensor:
         hidden_states = hidden_states + self.mixer(self.input_layernorm(hidden_states), cache, mask)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -222,7 +225,7 @@ class LlambaPreTrainedModel(PreTrainedModel):
 
     config_class = LlambaConfig
     base_model_prefix = "backbone"
-    _no_split_modules = ["LlambaLayer"]
+    _no_split_modules: ClassVar = ["LlambaLayer"]
     _is_stateful = True
 
     @torch.no_grad()
@@ -251,8 +254,8 @@ class LlambaPreTrainedModel(PreTrainedModel):
             if names := sorted(found[f"{kind}_keys"]):
                 shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
                 raise GnaError(
-                    f"'{name_or_path}' does not fit its configuration: {len(names)} {kind} weights ({shown}). "
-                    "Check config.json against the weights."
+                    f"'{name_or_path}' does not fit its configuration, {len(names)} weights are {kind} "
+                    f"({shown}): check config.json against the weights."
                 )
         return (model, found) if output_loading_info else model
 
@@ -284,7 +287,7 @@ class LlambaModel(LlambaPreTrainedModel):
         **kwargs,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
-            raise GnaError("Llamba was given both or neither of input_ids and inputs_embeds: give exactly one.")
+            raise GnaError("Llamba needs input_ids or inputs_embeds: give exactly one of them.")
         hidden_states = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -294,7 +297,8 @@ class LlambaModel(LlambaPreTrainedModel):
 
         every = []
         for layer in self.layers:
-            every += [hidden_states] * output_hidden_states
+            if output_hidden_states:
+                every.append(hidden_states)
             hidden_states = layer(hidden_states, cache, mask)
         hidden_states = self.final_layernorm(hidden_states)
         return BaseModelOutputWithPast(
@@ -305,14 +309,14 @@ class LlambaModel(LlambaPreTrainedModel):
 
 
 def _token_mask(attention_mask: Tensor | None, hidden_states: Tensor) -> Tensor | None:
-    """1 for tokens and 0 for padding, of the tokens given now: a mask may also cover tokens that are cached."""
+    """1 for tokens and 0 for padding, of the tokens given now: a mask may also cover cached tokens."""
     if attention_mask is None:
         return None
     batch, length, _ = hidden_states.shape
     if attention_mask.ndim != 2 or len(attention_mask) != batch or attention_mask.shape[1] < length:
         raise GnaError(
-            f"the attention mask has shape {tuple(attention_mask.shape)}: Llamba takes (batch, length) with 1 for "
-            f"a token and 0 for padding, here ({batch}, {length})."
+            f"the attention mask has shape {tuple(attention_mask.shape)}: Llamba takes (batch, length), here "
+            f"({batch}, {length}), with 1 for a token and 0 for padding."
         )
     return attention_mask[:, -length:].to(torch.int8)
 
@@ -320,13 +324,13 @@ def _token_mask(attention_mask: Tensor | None, hidden_states: Tensor) -> Tensor 
 class LlambaForCausalLM(LlambaPreTrainedModel, GenerationMixin):
     """Llamba with its language-model head; a drop-in for any causal model of transformers.
 
-    >>> model = LlambaForCausalLM(LlambaConfig(vocab_size=64, d_model=32, n_layer=2, ssm_cfg={"n_v_heads": 4,
-    ...                                        "n_qk_heads": 2, "d_state": 8}, mlp_cfg={"intermediate_size": 64}))
+    >>> heads = {"n_v_heads": 4, "n_qk_heads": 2, "d_state": 8}
+    >>> model = LlambaForCausalLM(LlambaConfig(vocab_size=64, d_model=32, n_layer=2, ssm_cfg=heads))
     >>> model(input_ids).logits.shape
     torch.Size([1, 7, 64])
     """
 
-    _tied_weights_keys = {"lm_head.weight": "backbone.embedding.weight"}
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "backbone.embedding.weight"}
 
     def __init__(self, config: LlambaConfig):
         super().__init__(config)
@@ -359,7 +363,7 @@ class LlambaForCausalLM(LlambaPreTrainedModel, GenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)).float()
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )

@@ -1,6 +1,9 @@
-"""The configuration of Llamba, in the official layout (``d_model``, ``n_layer``, ``ssm_cfg``, ``mlp_cfg``)."""
+"""The configuration of Llamba in the official layout: ``d_model``, ``n_layer``, ``ssm_cfg``, ``mlp_cfg``."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import ClassVar
 
 from transformers import GenerationConfig, PretrainedConfig
 
@@ -39,13 +42,14 @@ class LlambaConfig(PretrainedConfig):
     (32, 32, 2)
 
     ``ssm_cfg`` takes ``d_state``, ``n_v_heads``, ``n_qk_heads`` (a divisor of ``n_v_heads``), ``d_conv``,
-    ``conv_bias``, ``expand``, ``chunk_size``, ``activation`` ("identity" or "silu") and ``bias``; ``mlp_cfg`` takes
-    ``intermediate_size``, ``bias`` and ``act_fn``. ``vocab_size`` is rounded up to ``pad_vocab_size_multiple``.
-    Raises :class:`GnaError` on a missing or unknown key, and on sizes that do not divide.
+    ``conv_bias``, ``expand``, ``chunk_size``, ``activation`` ("identity" or "silu") and ``bias``; ``mlp_cfg``
+    takes ``intermediate_size``, ``bias`` and ``act_fn``. ``vocab_size`` is rounded up to a multiple of
+    ``pad_vocab_size_multiple``; ``resid_dropout`` is kept but not used, as in the official code.
+    Raises :class:`GnaError` on a missing or unknown key, and on sizes that do not fit together.
     """
 
     model_type = "llamba"
-    attribute_map = {
+    attribute_map: ClassVar = {
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layer",
         "tie_word_embeddings": "tie_embeddings",
@@ -72,10 +76,13 @@ class LlambaConfig(PretrainedConfig):
         for name in ("vocab_size", "d_model"):
             if getattr(self, name) is None:
                 raise GnaError(f"the Llamba configuration lacks '{name}': it has no default.")
-        # Older versions of transformers wrote their own default of this beside the official key, which decides.
+        # Older versions of transformers wrote their own default beside the official key, which decides.
         kwargs.pop("tie_word_embeddings", None)
-        known = [field for field in self.__dataclass_fields__ if field not in PretrainedConfig.__dataclass_fields__]
-        _refuse_unknown("the Llamba configuration", (k for k in kwargs if not k.startswith("_")), known, _COMMON)
+        own = [
+            name for name in self.__dataclass_fields__ if name not in PretrainedConfig.__dataclass_fields__
+        ]
+        given = [name for name in kwargs if name not in _COMMON and not name.startswith("_")]
+        _refuse_unknown("the Llamba configuration", given, own)
         self.ssm_cfg = _filled("ssm_cfg", self.ssm_cfg, _SSM)
         self.mlp_cfg = _filled("mlp_cfg", self.mlp_cfg, _MLP)
         self.vocab_size += -self.vocab_size % self.pad_vocab_size_multiple
@@ -89,10 +96,15 @@ class LlambaConfig(PretrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """What transformers' cache needs to know: every layer keeps a convolution state and a recurrent state."""
+        """Tells transformers' cache that every layer keeps a convolution state and a recurrent state."""
         return ["linear_attention"] * self.n_layer
 
     def _check(self) -> None:
+        sizes = {name: value for name, value in self.ssm_cfg.items() if type(_SSM[name]) is int}
+        if wrong := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
+            raise GnaError(
+                f"ssm_cfg has {wrong[0]} = {sizes[wrong[0]]!r}: it must be a whole number above 0."
+            )
         v, qk = self.ssm_cfg["n_v_heads"], self.ssm_cfg["n_qk_heads"]
         if self.d_inner % v or v % qk:
             raise GnaError(
@@ -100,9 +112,9 @@ class LlambaConfig(PretrainedConfig):
                 "n_v_heads must divide expand * d_model, and n_qk_heads must divide n_v_heads."
             )
         if self.ssm_cfg["activation"] not in _ACTIVATIONS:
+            given = self.ssm_cfg["activation"]
             raise GnaError(
-                f"unknown activation '{self.ssm_cfg['activation']}' in ssm_cfg: choose one of "
-                f"{', '.join(_ACTIVATIONS)}."
+                f"unknown activation '{given}' in ssm_cfg: choose one of {', '.join(_ACTIVATIONS)}."
             )
         if self.lm_head_prenorm not in ("rms", None):
             raise GnaError(f"lm_head_prenorm '{self.lm_head_prenorm}' is not possible: Llamba has 'rms'.")
@@ -113,7 +125,7 @@ def _filled(name: str, given: dict | None, defaults: dict) -> dict:
     return {**defaults, **(given or {})}
 
 
-def _refuse_unknown(where: str, given, known, also=()) -> None:
-    unknown = sorted(set(given) - set(known) - set(also))
+def _refuse_unknown(where: str, given: Iterable[str], known: Collection[str]) -> None:
+    unknown = sorted(set(given) - set(known))
     if unknown:
         raise GnaError(f"{where} has unknown keys {', '.join(unknown)}: possible are {', '.join(known)}.")
