@@ -22,7 +22,8 @@ execute:
   execute_notebooks: "off"
 sphinx:
   config:
-    mathjax_path: mathjax.js
+    html_extra_path: [_extra]
+    mathjax_path: ../mathjax/tex-chtml.js
 """
 
 

@@ -92,12 +92,14 @@ def run(
     >>> run("01", {"n_examples": 50}).duration_s        # doctest: +SKIP
     38.2
 
-    ``chapter`` is a number, a topic, a name or the path of a notebook; ``given`` holds the parameters that differ from
-    the notebook's own. Results go to ``out`` (default ``_build/runs``) in ``<chapter>/<fingerprint>/``; a finished run
-    with the same fingerprint is returned as it is unless ``force``. ``timeout`` is in seconds per cell (default 3600).
+    ``chapter`` is a number, a topic, a name or the path of a notebook; ``given`` holds the parameters that
+    differ from the notebook's own. Results go to ``out`` (default ``_build/runs``) in
+    ``<chapter>/<fingerprint>/``; a finished run with the same fingerprint is returned as it is unless
+    ``force``. ``timeout`` is in seconds per cell (default 3600).
 
-    Raises :class:`GnaError` on an unknown chapter or parameter, a value of the wrong type, a notebook without exactly
-    one ``parameters`` cell, a folder that cannot be written, and a cell that fails, runs too long or loses its kernel.
+    Raises :class:`GnaError` on an unknown chapter or parameter, a value of the wrong type, a notebook without
+    exactly one ``parameters`` cell, a folder that cannot be written, and a cell that fails, runs too long or
+    loses its kernel.
     """
     prepared = plan(chapter, given, out, project=project)
     if prepared.record and not force:
@@ -106,7 +108,7 @@ def run(
 
 
 def execute(prepared: Plan, *, timeout: int | None = None, progress: TextIO | None = None) -> RunRecord:
-    """Carry out a plan: into a temporary folder, which takes its final name only when the last cell has run."""
+    """Carry out a plan in a temporary folder that takes its final name only when the last cell has run."""
     parent = prepared.folder.parent
     temporary = parent / f".tmp-{prepared.fingerprint}-{os.getpid()}"
     _make_folder(temporary)
@@ -279,7 +281,7 @@ def _make_folder(folder: Path) -> None:
         (folder / REQUEST).touch()
     except OSError as error:
         raise GnaError(
-            f"the folder {folder.parent.parent} cannot be written ({error.strerror}): name another with --out."
+            f"the folder {folder.parent.parent} cannot be written ({error.strerror}): give another to --out."
         ) from None
 
 

@@ -1,8 +1,8 @@
 """What the outputs of a chapter depend on, as one hash: equal fingerprints mean that a run can be reused.
 
-The notebook cache of the book engine sees the code cells only, and keeps stale outputs when the package, the data
-or a library changes. Here everything that can change a result is part of the hash; prose and presentation tags are
-not, since they cannot.
+The notebook cache of the book engine sees the code cells only, and keeps stale outputs when the package, the
+data or a library changes. Here everything that can change a result is part of the hash; prose and
+presentation tags are not, since they cannot.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
 def of_run(project: Project, notebook: dict, parameters: Mapping[str, Any], **context: Any) -> str:
     """The fingerprint (16 hex digits) of executing ``notebook`` with these given parameters.
 
-    It covers code cells, the tags that steer execution, the parameters, the package's source, ``data/``, the lock file,
-    the Python version, the versions of the libraries that compute, and whatever ``context`` adds.
+    It covers code cells, the tags that steer execution, the parameters, the package's source, ``data/``, the
+    lock file, the Python version, the versions of the libraries that compute, and whatever ``context`` adds.
     """
     return _digest(
         {
@@ -100,8 +100,8 @@ def file_sha256(path: Path) -> str:
 
 
 def of_site(project: Project, executed: Mapping[str, str], stage_files: Iterable[Path]) -> str:
-    """The fingerprint of the built pages: executed notebooks, prose, configuration, the package (for its reference
-    pages and its site scripts) and the libraries that draw pages."""
+    """The fingerprint of the built pages: executed notebooks, prose, configuration, the package (for its
+    reference pages and its site scripts) and the libraries that draw pages."""
     engine = (
         "jupyter-book",
         "sphinx",

@@ -79,7 +79,7 @@ def check(known: Mapping[str, Parameter], given: Mapping[str, Any], where: str) 
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
-    """Turn ``["n=3", "model=x"]`` into a dictionary; :class:`GnaError` without ``=`` and on a repeated name."""
+    """Turn ``["n=3", "model=x"]`` into a dictionary; a repeated name is a :class:`GnaError`."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -112,13 +112,13 @@ def _read_cell(source: str, where: str) -> dict[str, Parameter]:
         target, annotation, value = _assignment(statement)
         if target is None:
             raise GnaError(
-                f"line {statement.lineno} of the parameters cell of {where} is not 'name: type = value  # help'."
+                f"line {statement.lineno} of the parameters cell of {where} is not 'name: type = value'."
             )
         try:
             default = ast.literal_eval(value)
         except ValueError:
             raise GnaError(
-                f"parameter '{target}' of {where} has no plain default: write a number, text, list, bool or None."
+                f"parameter '{target}' of {where} has no plain default: write a number, text, list or None."
             ) from None
         kind = ast.unparse(annotation) if annotation is not None else "Any"
         found[target] = Parameter(target, kind, default, comments.get(statement.end_lineno, ""))

@@ -28,7 +28,7 @@ class Chapter:
 
     @property
     def numbered(self) -> bool:
-        """Whether this is a chapter that readers rerun (``NN_topic``), rather than a page such as ``status``."""
+        """Whether this is a chapter that readers rerun (``NN_topic``), not a page such as ``status``."""
         return _NUMBERED.match(self.name) is not None
 
     def source(self) -> dict:
@@ -107,7 +107,8 @@ class Project:
         close = difflib.get_close_matches(text, names + [n.partition("_")[2] for n in names], 1)
         hint = f" did you mean '{close[0]}'?" if close else ""
         raise GnaError(
-            f"unknown chapter '{text}':{hint} choose one of {', '.join(names) or '(none)'}, or the path of a notebook."
+            f"unknown chapter '{text}':{hint} choose one of {', '.join(names) or '(none)'}, "
+            "or the path of a notebook."
         )
 
 
@@ -148,7 +149,7 @@ def cell_tags(cell: dict) -> list[str]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` that replaces it when the block ends well, and vanishes when it does not."""
+    """A temporary path that replaces ``path`` when the block ends well, and vanishes when it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)

@@ -35,7 +35,7 @@ COLUMNS = (
     "drop_high",
     "seed",
 )
-"""The columns of every analysis, one row per measurement; intervals are 95 % paired bootstrap over examples."""
+"""Columns of every analysis, one row per measurement; intervals are 95 % paired bootstrap over examples."""
 
 RECORD, REQUEST, KERNEL = "record.json", "request.json", "kernel.json"
 _NAME = re.compile(r"\w[\w.-]*")
@@ -43,7 +43,8 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything needed to say where a number came from; written as ``record.json`` beside the executed notebook.
+    """Everything needed to say where a number came from; written as ``record.json`` beside the executed
+    notebook.
 
     ``parameters`` are all values in force, ``given`` those that differ from a plain run of the chapter.
     ``peak_memory_bytes`` is the largest resident size of the kernel (None where the platform cannot tell).
@@ -108,9 +109,10 @@ def latest(runs_dir: Path, chapter: str, *, for_site: bool = True) -> RunRecord 
 def table(project: Project | None = None, *, for_site: bool = True) -> pd.DataFrame:
     """The newest run of each chapter, for the status page.
 
-    One row per chapter in reading order with columns ``chapter, duration_s, peak_memory_gib, date, model, device,
-    dtype, python, torch, transformers, nnsight, package, commit``; a chapter that was never run has no row.
-    Durations are seconds, memory is GiB. ``for_site=False`` shows the newest runs of ``gna run`` instead.
+    One row per chapter in reading order with columns ``chapter, duration_s, peak_memory_gib, date, model,
+    device, dtype, python, torch, transformers, nnsight, package, commit``; a chapter that was never run has
+    no row. Durations are seconds, memory is GiB. ``for_site=False`` shows the newest runs of ``gna run``
+    instead.
     """
     import pandas as pd
 
@@ -161,7 +163,7 @@ def _row(record: RunRecord | None) -> dict[str, Any] | None:
 
 
 def run_dir() -> Path:
-    """Where a notebook keeps its results: the folder of its run, or ``_build/runs/interactive`` in JupyterLab."""
+    """Where a notebook keeps its results: the folder of its run, else ``_build/runs/interactive``."""
     given = os.environ.get("GNA_RUN_DIR")
     if given:
         return Path(given)
@@ -181,10 +183,10 @@ def save(
     PosixPath('.../accuracy.parquet')
     >>> load_frame("accuracy")                            # doctest: +SKIP
 
-    Writes ``<name>.parquet`` (or ``.json`` with ``format="json"``) and ``<name>.record.json``, each whole or not at
-    all. In a chapter run by ``gna`` the parameters are known; in JupyterLab give them by ``parameters``.
-    Raises :class:`GnaError` on a name with other characters than letters, digits, ``_``, ``-`` and ``.``, and on an
-    unknown format.
+    Writes ``<name>.parquet`` (or ``.json`` with ``format="json"``) and ``<name>.record.json``, each whole or
+    not at all. In a chapter run by ``gna`` the parameters are known; in JupyterLab give them by
+    ``parameters``. Raises :class:`GnaError` on a name with other characters than letters, digits, ``_``,
+    ``-`` and ``.``, and on an unknown format.
     """
     if format not in _WRITERS:
         raise GnaError(f"unknown format '{format}' for a frame: choose one of {', '.join(_WRITERS)}.")

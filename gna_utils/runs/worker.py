@@ -1,7 +1,8 @@
-"""The process that executes one notebook: ``python -m gna_utils.runs.worker REQUEST.json``, started by ``execute``.
+"""The process that executes one notebook: ``python -m gna_utils.runs.worker REQUEST.json``, started by
+``execute``.
 
-It writes one JSON event a line to its standard output: ``cell`` at each start, ``failed`` with the cause, ``done``.
-It ends, with its kernel, as soon as its standard input closes, so that no kernel outlives ``gna``.
+It writes one JSON event a line to its standard output: ``cell`` at each start, ``failed`` with the cause,
+``done``. It ends, with its kernel, as soon as its standard input closes, so that no kernel outlives ``gna``.
 """
 
 from __future__ import annotations
