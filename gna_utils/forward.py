@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .errors import GnaError
 from .interventions import running
-from .mixers.layers import layers
+from .mixers.table import layers
 from .remote import backend
 
 # names of the cache in the signatures and outputs of transformers, newest first
@@ -109,18 +109,20 @@ def encode_prompts(model, prompts) -> tuple[Tensor, Tensor, list | None]:
 
         items = encode(items, model.tokenizer)
     if not all(hasattr(item, "input_ids") for item in items):
-        raise GnaError(f"{type(items[0]).__name__} is not a prompt: give texts, examples, encoded examples or a batch.")
+        raise GnaError(
+            f"{type(items[0]).__name__} is not a prompt: give texts, examples, encoded examples or a batch."
+        )
     return *_pad([item.input_ids for item in items]), items
 
 
 def marks(rows: Sequence | None, length: int) -> dict[str, Tensor]:
     """Where the marked positions of encoded examples are: maps (batch, length) by name."""
-    if not rows:
-        return {}
-    found = {name: torch.zeros(len(rows), length, dtype=torch.bool) for name in ("query", "summary")}
-    for i, row in enumerate(rows):
-        found["query"][i, row.query] = True
-        found["summary"][i, list(row.summary)] = True
+    found: dict[str, Tensor] = {}
+    for i, row in enumerate(rows or ()):
+        places = {name: range(*span) for name, span in row.spans.items()}
+        places |= {"query": [row.query], "summary": row.summary}
+        for name, tokens_ in places.items():
+            found.setdefault(name, torch.zeros(len(rows), length, dtype=torch.bool))[i, list(tokens_)] = True
     return found
 
 
@@ -169,7 +171,9 @@ def _positions(positions: Tensor | None, mask: Tensor, length: int) -> Tensor:
             f"positions has shape {tuple(positions.shape)}: give ({len(mask)},) or ({len(mask)}, k) for this batch."
         )
     if positions.min() < 0 or positions.max() >= length:
-        raise GnaError(f"positions must lie between 0 and {length - 1}, the last token of the longest prompt.")
+        raise GnaError(
+            f"positions must lie between 0 and {length - 1}, the last token of the longest prompt."
+        )
     return positions.long()
 
 
@@ -177,7 +181,11 @@ def _output_head(model) -> str | None:
     """Path of the projection to the vocabulary, None where the model does not say."""
     module = model._module
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    return next((path for path, part in module.named_modules() if part is head), None) if head is not None else None
+    return (
+        next((path for path, part in module.named_modules() if part is head), None)
+        if head is not None
+        else None
+    )
 
 
 def _continuation(model, start: int, length: int, past) -> dict:
@@ -189,7 +197,9 @@ def _continuation(model, start: int, length: int, past) -> dict:
     return options
 
 
-def _token_by_token(model, input_ids: Tensor, attention_mask: Tensor, positions: Tensor, past, keep_past: bool):
+def _token_by_token(
+    model, input_ids: Tensor, attention_mask: Tensor, positions: Tensor, past, keep_past: bool
+):
     """Mamba-1 scans of transformers forget the cached state unless tokens come one at a time."""
     length, start = input_ids.shape[1], attention_mask.shape[1] - input_ids.shape[1]
     steps = []

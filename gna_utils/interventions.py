@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 
 import torch
 from nnsight.intervention.interleaver import OutOfOrderError
+from nnsight.intervention.iterator import Iterations
 from torch import Tensor
 
 from .errors import GnaError
 
 
-def run_steps(model, tracer, steps: list[dict], marks: dict) -> None:
+def run_steps(model, steps: list[dict], marks: dict) -> None:
     """The body of every edit: carry out ``steps`` in each forward pass of a run (a generation makes several)."""
     at, finished, end = None, 0, f"{model.path}.output"
     try:
-        for _ in tracer.iter[:]:
+        for _ in Iterations()[:]:  # `tracer.iter[:]`, without the tracer, which cannot travel to a server
             at, finished = None, model.interleaver.counts.get(end, 0)
             args, kwargs = model.inputs
             scene = read_scene(args, kwargs)
@@ -112,7 +113,7 @@ def replacement(step: dict, scene: dict, where: Tensor | None) -> Tensor:
         return torch.zeros(1, 1, 1)
     if step["kind"] in ("mean", "given"):
         return step["value"]
-    donor = donors(step, scene["ids"])
+    donor = donors(step, scene)
     if isinstance(step["positions"], str) and where is not None:
         rank = where.long().cumsum(1) - 1  # the k-th marked position takes the donor's k-th marked position
     else:
@@ -121,19 +122,19 @@ def replacement(step: dict, scene: dict, where: Tensor | None) -> Tensor:
     return step["value"][donor[:, None], rank]
 
 
-def donors(step: dict, ids: Tensor) -> Tensor:
+def donors(step: dict, scene: dict) -> Tensor:
     """Which reference prompt each row takes: drawn from seed and tokens, so batches do not change the draw."""
-    names = fingerprints(ids)
+    names = fingerprints(scene["ids"], scene["real"])
     chosen = (names * 31 + step["seed"] * 7919 + 17) % 2_147_483_629 % len(step["counts"])
     own = step["names"][chosen] == names  # the prompt itself is no other prompt
     return (chosen + own.long()) % len(step["counts"])
 
 
-def fingerprints(ids: Tensor) -> Tensor:
-    """One number per row of tokens, the same whatever padding (token 0 at the right) stands behind them."""
-    ids = ids.cpu().long()
-    weights = (torch.arange(1, ids.shape[1] + 1) * 1_000_003) % 998_244_353
-    return (ids * weights).sum(1) % 2_147_483_629
+def fingerprints(ids: Tensor, real: Tensor) -> Tensor:
+    """One number per prompt, the same wherever padding stands."""
+    ids, real = ids.cpu().long(), real.cpu().long()
+    place = real.cumsum(1)
+    return (ids * real * (place * 1_000_003 % 998_244_353)).sum(1) % 2_147_483_629
 
 
 def bypass(model, step: dict, scene: dict, marks: dict) -> None:
@@ -177,14 +178,16 @@ def applied(model, groups: list[list[dict]], label: str) -> Iterator[object]:
 
 
 def _store(model, steps: list[dict], marks: dict):
-    with model.edit(inplace=True) as tracer:
-        run_steps(model, tracer, steps, marks)
+    with model.edit(inplace=True):
+        run_steps(model, steps, marks)
     return model._edits[-1]
 
 
 def _forget(active: Active) -> None:
     # nnsight's clear_edits would also drop the edits of the user, who may have added some inside the context
-    active.model._edits = [edit for edit in active.model._edits if all(edit is not own for own in active.edits)]
+    active.model._edits = [
+        edit for edit in active.model._edits if all(edit is not own for own in active.edits)
+    ]
 
 
 def _guard(active: Active, groups: list[list[dict]]):

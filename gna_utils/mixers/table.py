@@ -187,7 +187,9 @@ def _layer_list(module: nn.Module, name: str) -> tuple[str, nn.ModuleList]:
         if isinstance(part, nn.ModuleList) and len(part) and not _is_foreign(path)
     ]
     if not lists:
-        raise GnaError(f"{name} has no list of layers, so it is not a language model that this package can read.")
+        raise GnaError(
+            f"{name} has no list of layers, so it is not a language model that this package can read."
+        )
     depth = min(path.count(".") for path, _ in lists if len(path))
     return max((item for item in lists if item[0].count(".") == depth), key=lambda item: len(item[1]))
 
