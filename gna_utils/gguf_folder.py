@@ -1,8 +1,8 @@
 """Turn a quantised GGUF file of the Llama family into a model folder that everything can load.
 
-transformers can read GGUF files itself, but for every load anew (about a minute, and it needs accelerate), and it
-ignores the file's pre-tokenizer: digits that follow two spaces, or a newline and a space, get other tokens than
-the model was trained on.
+transformers can read GGUF files itself, but anew for every load (half a minute, and it needs accelerate), and
+it ignores the file's pre-tokenizer: text where a digit follows two spaces or two newlines gets other tokens
+than the model was trained on.
 """
 
 from __future__ import annotations
@@ -39,15 +39,19 @@ def convert(source: Path, target: Path) -> None:
 
     >>> convert(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), Path("smollm2"))
 
-    Known are files of architecture "llama" with the byte-level tokenizer of SmolLM ("smollm"). Dequantising is
+    Known are files of architecture "llama" with the byte-level tokenizer of SmolLM ("smollm"). Unpacking is
     exact arithmetic (scale times integer plus offset), so the folder holds the very numbers of the file.
     Raises :class:`GnaError` for other files.
     """
     reader = GGUFReader(source)
     fields = {name: reader.fields[name].contents() for name in reader.fields}
-    kind = tuple(fields.get(f) for f in ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"))
+    kind = tuple(
+        fields.get(f) for f in ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
+    )
     if kind != ("llama", "gpt2", "smollm"):
-        raise GnaError(f"'{source}' is a GGUF file of kind {kind}: only ('llama', 'gpt2', 'smollm') can be converted.")
+        raise GnaError(
+            f"'{source}' is a GGUF file of kind {kind}: only ('llama', 'gpt2', 'smollm') can be converted."
+        )
     target.mkdir(parents=True)
     config = _config(fields, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
     config.save_pretrained(target)
@@ -127,6 +131,6 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _rows_in_halves(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Undo GGUF's row order of query and key: it pairs neighbouring rows for the rotation, Llama pairs halves."""
+    """Undo GGUF's row order of query and key: it rotates neighbouring rows together, Llama the two halves."""
     pairs = weight.reshape(n_heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)

