@@ -5,7 +5,7 @@ from __future__ import annotations
 import altair as alt
 import pandas as pd
 
-from .rows import chance_level, checked, field, require_words, tooltip, value_scale, with_unit, words
+from .rows import chance_level, checked, field, heading, require_words, tooltip, value_scale, with_unit, words
 
 
 def interval_line(
@@ -50,22 +50,25 @@ def interval_line(
     scale = value_scale(data, unit, [y, low, high])
     ys = alt.Y(field=field(y), type="quantitative", title=with_unit(y_title or y, unit), scale=scale)
     base = alt.Chart(data).encode(x=xs, y=ys, tooltip=tooltip(data))
-    shape = alt.Undefined
+    markers = {}
     if color:
-        named = {"field": field(color), "type": "nominal", "sort": None, "title": words(color)}
-        base = base.encode(color=alt.Color(**named))
-        shape = alt.Shape(**named)
+        # The same explicit domain lets the two legends, of colour and of shape, become one.
+        names = alt.Scale(domain=data[color].unique().tolist())
+        named = {"field": field(color), "type": "nominal", "scale": names, "title": words(color)}
+        # The band comes first and would lend its transparency to the legend.
+        base = base.encode(color=alt.Color(**named, legend=alt.Legend(symbolOpacity=1)))
+        markers = {"shape": alt.Shape(**named)}
         if not numeric:
             base = base.encode(xOffset=alt.XOffset(field=field(color), type="nominal", sort=None))
     layers = _interval(base, ys, low, high, band=numeric)
     if numeric:
         layers.append(base.mark_line())
-    layers.append(base.mark_point(opacity=1).encode(shape=shape))
+    layers.append(base.mark_point(opacity=1).encode(**markers))
     if column:
         layers += _chance_curve(data, xs, x, column)
     elif chance is not None:
         layers += chance_level(float(chance), "y")
-    return alt.layer(*layers).properties(title=title, description=description, width="container", height=height)
+    return alt.layer(*layers).properties(**heading(title, description), width="container", height=height)
 
 
 def interval_bars(
@@ -101,7 +104,9 @@ def interval_bars(
     require_words(title, description)
     data = checked(frame, [label, value, low, high, color])
     scale = value_scale(data, unit, [value, low, high])
-    xs = alt.X(field=field(value), type="quantitative", title=with_unit(value_title or value, unit), scale=scale)
+    xs = alt.X(
+        field=field(value), type="quantitative", title=with_unit(value_title or value, unit), scale=scale
+    )
     xs = xs.axis(grid=True)
     ys = alt.Y(field=field(label), type="nominal", sort=None, title=words(label_title or label))
     base = alt.Chart(data).encode(x=xs, y=ys.axis(labelLimit=150), tooltip=tooltip(data))
@@ -120,21 +125,25 @@ def interval_bars(
     if chance is not None:
         layers += chance_level(float(chance), "x")
     height = step * max(1, 0.7 * groups) * data[label].nunique()
-    return alt.layer(*layers).properties(title=title, description=description, width="container", height=height)
+    return alt.layer(*layers).properties(**heading(title, description), width="container", height=height)
 
 
 def _x_channel(data: pd.DataFrame, x: str, title: str | None, numeric: bool, log: bool) -> alt.X:
     title = title or words(x)
     if not numeric:
         return alt.X(field=field(x), type="nominal", sort=None, title=title).axis(labelAngle=0)
-    scale = alt.Scale(type="log", base=2, nice=False) if log else alt.Scale(zero=False, padding=12)
+    scale = (
+        alt.Scale(type="log", base=2, nice=False, padding=12) if log else alt.Scale(zero=False, padding=12)
+    )
     measured = sorted(data[x].unique().tolist())
     # Ticks at what was measured: a tick between two points suggests a measurement that nobody made.
     axis = alt.Axis(values=measured, format="~g") if len(measured) <= 12 else alt.Axis()
     return alt.X(field=field(x), type="quantitative", title=title, scale=scale, axis=axis)
 
 
-def _interval(base: alt.Chart, ys: alt.Y, low: str | None, high: str | None, *, band: bool) -> list[alt.Chart]:
+def _interval(
+    base: alt.Chart, ys: alt.Y, low: str | None, high: str | None, *, band: bool
+) -> list[alt.Chart]:
     if not (low and high):
         return []
     mark = base.mark_area(opacity=0.18) if band else base.mark_rule()
@@ -147,5 +156,6 @@ def _chance_curve(data: pd.DataFrame, xs: alt.X, x: str, column: str) -> list[al
     levels = data[[x, column]].drop_duplicates().sort_values(x)
     place = alt.Y(field=field(column), type="quantitative")
     curve = alt.Chart(levels).mark_line(style="chance").encode(x=xs, y=place)
-    end = alt.Chart(levels.tail(1)).mark_text(style="chance-label", align="right", dy=-7)
-    return [curve, end.encode(x=xs, y=place, text=alt.value("chance"))]
+    middle = levels.iloc[[len(levels) // 2]]  # the ends of a falling curve lie close to lines and axes
+    label = alt.Chart(middle).mark_text(style="chance-label", align="left", baseline="bottom", dx=3, dy=-3)
+    return [curve, label.encode(x=xs, y=place, text=alt.value("chance"))]

@@ -11,7 +11,7 @@ import pandas as pd
 
 from ..errors import GnaError
 from ..heads import parse_heads
-from .rows import checked, field, require_budget, require_words, significant, tooltip, words
+from .rows import checked, field, heading, require_budget, require_words, significant, tooltip, words
 from .tokens import segment_names, show_token
 
 NAMED_SEGMENTS = 5  # more names than colours: the strips still separate neighbours, a legend would mislead
@@ -46,7 +46,9 @@ def heatmap(
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise GnaError(f"heatmap needs one square matrix (length, length), got the shape {matrix.shape}")
     length = len(matrix)
-    labels = [show_token(token) for token in tokens] if tokens is not None else [str(i) for i in range(length)]
+    labels = (
+        [show_token(token) for token in tokens] if tokens is not None else [str(i) for i in range(length)]
+    )
     if len(labels) != length:
         raise GnaError(f"the matrix has {length} positions, but there are {len(labels)} tokens")
     names = segment_names(segments, length)
@@ -60,7 +62,7 @@ def heatmap(
     return (
         alt.layer(*layers)
         .resolve_scale(color="independent")
-        .properties(title=title, description=description, width=alt.Step(cell), height=alt.Step(cell))
+        .properties(**heading(title, description), width=alt.Step(cell), height=alt.Step(cell))
         .properties(usermeta={"columns": length})
     )
 
@@ -102,7 +104,7 @@ def head_grid(
         layers.append(_outlines(data, layer, head, parse_heads(mark), x, y))
     return (
         alt.layer(*layers)
-        .properties(title=title, description=description, width=alt.Step(cell), height=alt.Step(cell))
+        .properties(**heading(title, description), width=alt.Step(cell), height=alt.Step(cell))
         .properties(usermeta={"columns": int(data[layer].nunique())})
     )
 
@@ -147,11 +149,11 @@ def _strips(names: list[str | None], x, y, shown: list[int]) -> list[alt.Chart]:
         return []
     known = list(dict.fromkeys(marked["segment"]))
     legend = alt.Legend(title="segment") if len(known) <= NAMED_SEGMENTS else None
-    color = alt.Color("segment:N", sort=None, legend=legend, scale=alt.Scale(domain=known))
+    color = alt.Color("segment:N", scale=alt.Scale(domain=known))
     start, end = alt.value(-9), alt.value(-3)
-    across = alt.Chart(marked).mark_rect(aria=False).encode(x=x, y=start, y2=end, color=color)
+    across = alt.Chart(marked).mark_rect(aria=False).encode(x=x, y=start, y2=end, color=color.legend(legend))
     side = marked[marked["from"].isin(shown)]
-    down = alt.Chart(side).mark_rect(aria=False).encode(y=y, x=start, x2=end, color=color)
+    down = alt.Chart(side).mark_rect(aria=False).encode(y=y, x=start, x2=end, color=color.legend(None))
     return [across, down]
 
 
@@ -162,6 +164,7 @@ def _colour(data: pd.DataFrame, value: str, domain, label: str | None = None) ->
         domain=[low, high],
         domainMid=0 if diverging else alt.Undefined,
         range="diverging" if diverging else "ramp",
+        interpolate="lab",  # the default path through hues would tint what is nearly zero
         clamp=True,
     )
     legend = alt.Legend(title=label or words(value), orient="bottom", format=".2~g", tickCount=4)
@@ -183,4 +186,8 @@ def _outlines(data: pd.DataFrame, layer: str, head: str, heads, x, y) -> alt.Cha
         if tuple(one) not in known:
             raise GnaError(f"cannot mark {one}: the frame has no row for it")
     marked = pd.DataFrame([{layer: one.layer, head: one.head, "name": str(one)} for one in heads])
-    return alt.Chart(marked).mark_rect(style="outline").encode(x=x, y=y, tooltip=alt.Tooltip("name:N"))
+    return (
+        alt.Chart(marked)
+        .mark_rect(style="outline", filled=False)
+        .encode(x=x, y=y, tooltip=alt.Tooltip("name:N"))
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 import altair as alt
@@ -30,7 +31,9 @@ def checked(frame, columns: Iterable[str | None]) -> pd.DataFrame:
     wanted = list(dict.fromkeys(name for name in columns if name is not None))
     missing = [name for name in wanted if name not in data.columns]
     if missing:
-        raise GnaError(f"no column {missing[0]!r} to draw: the columns are {', '.join(map(str, data.columns))}")
+        raise GnaError(
+            f"no column {missing[0]!r} to draw: the columns are {', '.join(map(str, data.columns))}"
+        )
     if not len(data):
         raise GnaError("nothing to draw: the frame has no rows")
     require_budget(len(data))
@@ -98,12 +101,18 @@ def value_scale(data: pd.DataFrame, unit: str | None, columns: Iterable[str | No
 
 def chance_level(level: float, axis: str) -> list[alt.Chart]:
     """Draw one dashed line across the plot at a fixed level of ``axis``, and say what it is."""
-    other, end = ("x", "width") if axis == "y" else ("y", "height")
-    source = alt.Chart(pd.DataFrame({"chance": [level]}))
-    at = {axis: alt.Y("chance:Q") if axis == "y" else alt.X("chance:Q")}
-    rule = source.mark_rule(style="chance").encode(**at)
-    place = {"align": "right", "dy": -6} if axis == "y" else {"align": "left", "dx": 4, "dy": -4, "baseline": "bottom"}
-    text = source.mark_text(style="chance-label", **place).encode(
-        text=alt.value(f"chance {level:.2g}"), **at, **{other: alt.value(alt.ExprRef(end))}
-    )
-    return [rule, text]
+    source = alt.Chart(pd.DataFrame({"chance": [significant(np.array(level), 2).item()]}))
+    text = alt.value(f"chance {level:.2g}")
+    if axis == "y":
+        end = {"y": alt.Y("chance:Q"), "x": alt.value(alt.ExprRef("width"))}
+        label = source.mark_text(style="chance-label", align="right", baseline="bottom", dy=-3)
+    else:
+        end = {"x": alt.X("chance:Q"), "y": alt.value(0)}
+        label = source.mark_text(style="chance-label", align="center", baseline="bottom", dy=-3)
+    return [source.mark_rule(style="chance").encode(**{axis: end[axis]}), label.encode(text=text, **end)]
+
+
+def heading(title: str, description: str) -> dict:
+    """Return title and description as chart properties; a long title becomes several lines."""
+    lines = textwrap.wrap(title, 64)
+    return {"title": lines if len(lines) > 1 else title, "description": description}

@@ -95,9 +95,12 @@ def colours(*, dark: bool) -> dict:
     page = PAGE["dark" if dark else "light"]
     # Zero is the colour of the page, so that what stands out is what is large, in both modes.
     ramp = [page, "#1c5f8c", "#56b4e9", "#e8f4fc"] if dark else [page, "#9ccae6", "#2f84bd", "#06304f"]
-    ends = ("#ff9d63", "#a3541f", "#24668f", "#7cc6f2") if dark else ("#8f3b00", "#e9a578", "#8dbfe0", "#00507e")
+    ends = (
+        ("#ff9d63", "#a3541f", "#24668f", "#7cc6f2") if dark else ("#8f3b00", "#e9a578", "#8dbfe0", "#00507e")
+    )
     return {
         "background": page,
+        "mark": {"color": (DARK if dark else LIGHT)[0]},
         "title": {"color": text, "subtitleColor": muted},
         "axis": {"labelColor": text, "titleColor": text, "gridColor": grid, "domainColor": muted},
         "legend": {"labelColor": text, "titleColor": text},
@@ -109,10 +112,10 @@ def colours(*, dark: bool) -> dict:
             "diverging": [*ends[:2], page, *ends[2:]],
         },
         "style": {
-            "chance": {"stroke": muted, "strokeDash": [5, 4], "strokeWidth": 1.5},
-            "chance-label": {"fill": muted, "stroke": None, "fontSize": 12},
-            "outline": {"stroke": text, "strokeWidth": 1.5, "fill": None, "fillOpacity": 0},
-            "bar-interval": {"stroke": text, "strokeWidth": 1.5},
+            "chance": {"color": muted, "strokeDash": [5, 4], "strokeWidth": 1.5},
+            "chance-label": {"color": muted, "fontSize": 12},
+            "outline": {"color": text, "strokeWidth": 2},
+            "bar-interval": {"color": text, "strokeWidth": 1.5},
         },
     }
 
@@ -120,5 +123,7 @@ def colours(*, dark: bool) -> dict:
 def _merged(base: dict, extra: dict) -> dict:
     out = dict(base)
     for key, value in extra.items():
-        out[key] = _merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        out[key] = (
+            _merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        )
     return out

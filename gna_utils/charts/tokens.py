@@ -41,7 +41,9 @@ def token_texts(tokenizer, input_ids: Sequence[int]) -> list[str]:
 def segment_names(segments: Sequence[str | None] | None, length: int) -> list[str | None]:
     names = [None] * length if segments is None else list(segments)
     if len(names) != length:
-        raise GnaError(f"there are {length} tokens, but {len(names)} segment names: one name or None per token")
+        raise GnaError(
+            f"there are {length} tokens, but {len(names)} segment names: one name or None per token"
+        )
     return names
 
 
@@ -58,7 +60,9 @@ class TokenStrip:
         kinds = list(dict.fromkeys(name for name in self.segments if name is not None))
         rules = "".join(_rule(i) for i in range(len(kinds)))
         body = "".join(_token(text, name, kinds) for text, name in zip(self.tokens, self.segments))
-        legend = "".join(f'<li><span class="t k{i}">{html.escape(k)}</span></li>' for i, k in enumerate(kinds))
+        legend = "".join(
+            f'<li><span class="t k{i}">{html.escape(k)}</span></li>' for i, k in enumerate(kinds)
+        )
         return (
             f'<figure class="gna-tokens" aria-label="{html.escape(self.description)}"><style>{_STYLE}{rules}</style>'
             f"<figcaption>{html.escape(self.title)}</figcaption><p>{body}</p>"
@@ -93,8 +97,9 @@ def _rule(index: int) -> str:
 
 
 def _token(text: str, name: str | None, kinds: list[str]) -> str:
-    shown = "".join(
-        f'<span class="w">{VISIBLE[c]}</span>' if c in VISIBLE else html.escape(c) for c in text
-    ) or '<span class="w">∅</span>'
+    shown = (
+        "".join(f'<span class="w">{VISIBLE[c]}</span>' if c in VISIBLE else html.escape(c) for c in text)
+        or '<span class="w">∅</span>'
+    )
     kind = f' k{kinds.index(name)}" title="{html.escape(name)}' if name is not None else ""
     return f'<span class="t{kind}">{shown}</span>' + "<br>" * text.count("\n")
