@@ -48,7 +48,7 @@ def backend(model: Any, remote: bool | str) -> Backend | None:
 def _key(model: Any) -> str:
     """The model's name for the server; the hub is asked for the spelling of an id, never about a folder."""
     name = model.repo_id
-    if name is None:
+    if not name:
         raise GnaError("this model was built from a module and has no name that a server could load it by.")
     if Path(name).is_dir():
         huggingface._ID_CACHE[name] = name
@@ -74,7 +74,9 @@ class _Patient(StatusDisplay):
 
     def refresh(self) -> None:
         if time.monotonic() - self.heard > PATIENCE:
-            raise GnaError(f"the server at {self.place} has sent no news of the request for {PATIENCE:.0f} s.")
+            raise GnaError(
+                f"the server at {self.place} has sent no news of the request for {PATIENCE:.0f} s."
+            )
         super().refresh()
 
 

@@ -67,7 +67,9 @@ def find_python() -> str:
     found += sorted(str(path) for minor in (12, 13) for path in pyenv.glob(f"3.{minor}.*/bin/python"))
     for candidate in filter(None, found):
         # pyenv's shims are on PATH also for versions that are not active: only a run tells.
-        if _runs(candidate, "import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in {(3, 12), (3, 13)})"):
+        if _runs(
+            candidate, "import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in {(3, 12), (3, 13)})"
+        ):
             return candidate
     raise SystemExit(
         "The NDIF server needs Python 3.12 or 3.13 with venv, and none was found: "
@@ -89,7 +91,9 @@ def _redis() -> None:
     if redis_server():
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise SystemExit("The NDIF server needs redis-server on PATH; on Debian: sudo apt-get install redis-server")
+        raise SystemExit(
+            "The NDIF server needs redis-server on PATH; on Debian: sudo apt-get install redis-server"
+        )
     with (ROOT / "install.log").open("a") as log:
         # No service of the system is started: the tests run a redis of their own.
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
@@ -109,7 +113,9 @@ def _logged(command: list, log, environment: dict | None = None) -> None:
     log.write(f"$ {' '.join(command)}\n")
     log.flush()
     if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode:
-        raise SystemExit(f"'{' '.join(command)}' failed; run it again to go on. End of {log.name}:\n{tail(Path(log.name))}")
+        raise SystemExit(
+            f"'{' '.join(command)}' failed; run it again to go on. End of {log.name}:\n{tail(Path(log.name))}"
+        )
 
 
 @contextlib.contextmanager

@@ -62,10 +62,10 @@ def start() -> str:
 
 
 def stop() -> None:
-    """End the processes of the last `start`: politely, then by force after ten seconds."""
+    """End the processes of the last `start`: politely, then by force after five seconds."""
     for process in _own_processes():
         _signal(process.terminate)
-    psutil.wait_procs(_own_processes(), timeout=10)
+    psutil.wait_procs(_own_processes(), timeout=5)
     for process in (left := _own_processes()):
         _signal(process.kill)
     psutil.wait_procs(left, timeout=5)
@@ -121,16 +121,35 @@ def _launch(variables: dict[str, str], ports: list[int], sockets: str) -> None:
     ray = ["ray", "start", "--head", "--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
     ray += [f"--port={gcs}", f"--ray-client-server-port={client}", f"--object-manager-port={objects}"]
     ray += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
-    ray += [f"--dashboard-agent-grpc-port={agent}", f"--metrics-export-port={metrics}", f"--temp-dir={sockets}"]
+    ray += [
+        f"--dashboard-agent-grpc-port={agent}",
+        f"--metrics-export-port={metrics}",
+        f"--temp-dir={sockets}",
+    ]
     # The controller places models on GPUs only: Ray is told that there is one.
-    ray += ["--num-cpus=4", "--num-gpus=1", f"--resources={json.dumps(resources)}", "--object-store-memory=100000000"]
-    _spawn("redis", ["redis-server", "--bind", "127.0.0.1", "--port", redis, "--save", "", "--dir", RUN], variables)
+    ray += [
+        "--num-cpus=4",
+        "--num-gpus=1",
+        f"--resources={json.dumps(resources)}",
+        "--object-store-memory=100000000",
+    ]
+    _spawn(
+        "redis",
+        ["redis-server", "--bind", "127.0.0.1", "--port", redis, "--save", "", "--dir", RUN],
+        variables,
+    )
     _wait("redis", lambda: _listens(redis), "redis")
     _spawn("ray", ray, {name: value for name, value in variables.items() if name != "RAY_ADDRESS"})
     _wait("Ray", lambda: _listens(gcs) and _listens(client), "ray")
     module = "ndif.services.ray.deployments.controller.controller"
     _spawn("controller", ["python", "-m", module], variables)
-    api = ["gunicorn", "--config", "python:ndif.services.api.gunicorn_conf", "--bind", f"127.0.0.1:{ports[0]}"]
+    api = [
+        "gunicorn",
+        "--config",
+        "python:ndif.services.api.gunicorn_conf",
+        "--bind",
+        f"127.0.0.1:{ports[0]}",
+    ]
     _spawn("api", [*api, "ndif.services.api.app:app"], variables)
     _wait("the API", lambda: _connected(ports[0]), "api")
     specification = RUN / "models.json"
@@ -173,7 +192,9 @@ def _wait(what: str, ready: Callable[[], bool], log: str) -> None:
     while not ready():
         if time.monotonic() > end:
             text = environment.tail(RUN / f"{log}.log")
-            raise SystemExit(f"{what} did not come up within {READY:.0f} s; end of {RUN / f'{log}.log'}:\n{text}")
+            raise SystemExit(
+                f"{what} did not come up within {READY:.0f} s; end of {RUN / f'{log}.log'}:\n{text}"
+            )
         time.sleep(0.2)
 
 
@@ -194,7 +215,9 @@ def _answers(address: str, name: str) -> bool:
     """Whether `ndif deploy` has reported the model as ready, or failed."""
     text = (RUN / "deploy.log").read_text()
     if "✗" in text or "Error" in text:
-        raise SystemExit(f"'ndif deploy' failed; end of {RUN / 'deploy.log'}:\n{environment.tail(RUN / 'deploy.log')}")
+        raise SystemExit(
+            f"'ndif deploy' failed; end of {RUN / 'deploy.log'}:\n{environment.tail(RUN / 'deploy.log')}"
+        )
     return any("ready" in line and "✓" in line and str(MODELS[name]) in line for line in text.splitlines())
 
 
