@@ -1,4 +1,4 @@
-"""Build the site: run the chapters that changed, make the pages, check them, and only then replace the old ones."""
+"""Build the site: run the chapters that changed, make the pages, check them, then replace the old ones."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def build_site(
     >>> print(build_site())                   # doctest: +SKIP
     >>> build_site(only=["01"], force=True)   # doctest: +SKIP
 
-    A chapter is executed again when its code, its parameters, the package, the data, the lock file, Python or a library
-    changed; prose is renewed without executing. ``only`` limits executing to some chapters and takes the last good run
-    of the others; ``force`` executes in any case.
+    A chapter is executed again when its code, its parameters, the package, the data, the lock file, Python or
+    a library changed; prose is renewed without executing. ``only`` limits executing to some chapters and
+    takes the last good run of the others; ``force`` executes in any case.
 
-    Raises :class:`GnaError` naming chapter, cell and cause for each failure, or the warnings and faults of the pages;
-    the site that stood there before is left untouched then.
+    Raises :class:`GnaError` naming chapter, cell and cause for each failure, or the warnings and faults of
+    the pages; the site that stood there before is left untouched then.
     """
     clock = time.perf_counter()
     project = project or find_project()
@@ -102,16 +102,20 @@ def _run_chapters(
     report: SiteReport,
     progress: TextIO | None,
 ) -> None:
-    """Fill the report with one record per chapter; a failure does not stop the others, so that one build names all."""
+    """Fill the report with one record per chapter; a failure does not stop the others: one build names all."""
     chosen = {project.chapter(name).name for name in only}
     chapters = project.chapters()
-    chapters.sort(key=lambda chapter: chapter.name == STATUS)  # stable: only the status page moves, to the end
+    chapters.sort(
+        key=lambda chapter: chapter.name == STATUS
+    )  # stable: only the status page moves, to the end
     failures, missing = [], []
     for chapter in chapters:
         if chapter.name == STATUS and (failures or missing):
             continue
         try:
-            prepared = execute.plan(chapter.path, for_site=True, project=project, context=_context(chapter, report))
+            prepared = execute.plan(
+                chapter.path, for_site=True, project=project, context=_context(chapter, report)
+            )
             wanted = not only or chapter.name in chosen or chapter.name == STATUS
             found = prepared.record
             if found and not (force and wanted):
@@ -127,9 +131,8 @@ def _run_chapters(
     if failures:
         raise GnaError("\n".join(failures))
     if missing:
-        raise GnaError(
-            f"{', '.join(missing)} never ran: build once without --only, or name {'it' if len(missing) == 1 else 'them'} too."
-        )
+        names = ", ".join(missing)
+        raise GnaError(f"no run of {names} is there to reuse: build once without --only, or name it too.")
 
 
 def _context(chapter: Chapter, report: SiteReport) -> str:
@@ -169,13 +172,16 @@ def _make_pages(project: Project, report: SiteReport, force: bool) -> None:
 
 def _unchanged(note: Path, code: str, html: Path) -> bool:
     try:
-        return json.loads(note.read_text(encoding="utf-8"))["fingerprint"] == code and (html / "index.html").is_file()
+        return (
+            json.loads(note.read_text(encoding="utf-8"))["fingerprint"] == code
+            and (html / "index.html").is_file()
+        )
     except (OSError, ValueError, KeyError):
         return False
 
 
 def _stage_files(project: Project) -> list[tuple[Path, Path]]:
-    """Files that the pages are made of, apart from notebooks: (where it is, where it goes in the staging folder)."""
+    """Files that the pages are made of: (where it is, where it goes in the staging folder)."""
     sources = [project.root / "_toc.yml", project.root / "_config.yml", *project.root.glob("*.md")]
     folders = {project.page_file(page).parent for page in project.pages()} - {project.root}
     for folder in folders:
@@ -233,9 +239,10 @@ def _config(source: Path) -> str:
 def _sphinx(project: Project, stage: Path, temporary: Path) -> Path:
     """Make the pages with warnings as errors; the folder of the pages."""
     log = project.build_dir / "sphinx.log"
-    command = [sys.executable, "-m", "jupyter_book", "build", str(stage), "--path-output", str(temporary)]
+    # Not the `jupyter-book` script: it may belong to another Python than this one.
+    engine = [sys.executable, "-c", "from jupyter_book.cli.main import main; main()"]
     done = subprocess.run(
-        [*command, "-W", "--keep-going"],
+        [*engine, "build", str(stage), "--path-output", str(temporary), "-W", "--keep-going"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -247,6 +254,7 @@ def _sphinx(project: Project, stage: Path, temporary: Path) -> Path:
     log.write_text(text, encoding="utf-8")
     if done.returncode != 0:
         lines = [line.strip() for line in text.splitlines() if _WARNING.search(line)]
+        lines = lines or text.strip().splitlines()[-3:]
         raise GnaError(_listing("the pages could not be made without warnings", lines, f"The log is {log}."))
     return temporary / "_build" / "html"
 

@@ -269,13 +269,7 @@ def _provenance(frame: pd.DataFrame, name: str, parameters: Mapping[str, Any] | 
 def _loaded_models() -> list[dict[str, Any]]:
     """The models that this process loaded through :mod:`gna_utils.models`, without importing it."""
     module = sys.modules.get("gna_utils.models")
-    loaded = getattr(module, "loaded", None)
-    return [] if loaded is None else [_plain(info) for info in loaded()]
-
-
-def _plain(info: Any) -> dict[str, Any]:
-    content = info if isinstance(info, Mapping) else getattr(info, "_asdict", lambda: vars(info))()
-    return {k: v if isinstance(v, (int, float, str, type(None))) else str(v) for k, v in content.items()}
+    return [] if module is None else [asdict(info) for info in module.loaded()]
 
 
 def _device() -> str:

@@ -1,4 +1,4 @@
-"""What must be true of built pages before they replace the site: complete, no error, nothing missing, no network."""
+"""What must hold for built pages before they replace the site: complete, no error, no network."""
 
 from __future__ import annotations
 
@@ -39,9 +39,14 @@ def check_site(html: Path, pages: list[str], notebooks: Mapping[str, Path]) -> l
     return [
         *_complete(html, pages),
         *_outputs(html, notebooks),
-        *(fault for page in sorted(html.rglob("*.html")) for fault in _assets(html, page)),
+        *(fault for page in _pages(html) for fault in _assets(html, page)),
         *(fault for sheet in sorted(html.rglob("*.css")) for fault in _style(html, sheet)),
     ]
+
+
+def _pages(html: Path) -> list[Path]:
+    """The pages of the site; folders such as ``_static`` hold templates of the theme besides."""
+    return [p for p in sorted(html.rglob("*.html")) if not p.relative_to(html).parts[0].startswith("_")]
 
 
 def _complete(html: Path, pages: list[str]) -> Iterator[str]:
@@ -50,11 +55,7 @@ def _complete(html: Path, pages: list[str]) -> Iterator[str]:
     for page in pages:
         if not (html / f"{page}.html").is_file():
             yield f"the page {page} of _toc.yml was not built"
-    built = {
-        path.relative_to(html).with_suffix("").as_posix()
-        for path in html.rglob("*.html")
-        if not path.relative_to(html).parts[0].startswith("_")
-    }
+    built = {path.relative_to(html).with_suffix("").as_posix() for path in _pages(html)}
     for page in sorted(built - set(pages) - _GENERATED):
         yield f"the page {page} was built, but _toc.yml does not name it"
 
@@ -70,13 +71,15 @@ def _outputs(html: Path, notebooks: Mapping[str, Path]) -> Iterator[str]:
         charts = 0
         for number, cell in enumerate(cells, 1):
             outputs = cell.get("outputs", [])
-            if "raises-exception" not in cell_tags(cell) and any(o["output_type"] == "error" for o in outputs):
+            if "raises-exception" not in cell_tags(cell) and any(
+                o["output_type"] == "error" for o in outputs
+            ):
                 yield f"code cell {number} of {page} ends in an error"
             removed = {"remove-cell", "remove-output"}.intersection(cell_tags(cell))
             for output in outputs:
                 kind = _chart_kind(output)
                 if kind == "lost":
-                    yield f"code cell {number} of {page} shows a chart that the site cannot draw: call charts.setup()"
+                    yield f"code cell {number} of {page} shows a chart in a form without use: call charts.setup()"
                 charts += kind == "drawn" and not removed
         # Glued charts may add more; fewer means that one was lost on the way to the page.
         if text.count(CHART) < charts:
@@ -84,7 +87,7 @@ def _outputs(html: Path, notebooks: Mapping[str, Path]) -> Iterator[str]:
 
 
 def _chart_kind(output: dict) -> str | None:
-    """``drawn`` for a chart that the site's script draws, ``lost`` for one in a form that the page has no use for."""
+    """``drawn`` for a chart that the site's script draws, ``lost`` for one in a form without use."""
     data = output.get("data", {})
     kinds = set(data)
     if any("vegalite" in kind for kind in kinds):

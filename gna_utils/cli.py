@@ -1,0 +1,136 @@
+"""The command line: ``gna run``, ``gna build``, ``gna serve``, ``gna doctor``, ``gna models``.
+
+Each command imports what it needs when it runs, so that ``gna --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import __version__
+from .errors import GnaError
+
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 when it went well, 2 with a sentence on stderr when it cannot be done."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options) or 0
+    except GnaError as error:
+        print(f"gna: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("gna: stopped; nothing was left half-written.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, as in `gna models | head`
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gna", description="Run the chapters of the book, build its site, look at this machine."
+    )
+    parser.add_argument("--version", action="version", version=f"gna {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run one chapter, on another model or with other parameters")
+    run.add_argument("chapter", help="01, retrieval_tasks, 01_retrieval_tasks or the path of a notebook")
+    run.add_argument(
+        "-p", dest="pairs", action="append", default=[], metavar="NAME=VALUE", help="a parameter"
+    )
+    run.add_argument("--parameters", action="store_true", help="list the chapter's parameters and stop")
+    run.add_argument("--out", metavar="DIR", help="where results go (default: _build/runs)")
+    run.add_argument("--force", action="store_true", help="run even if the same run is there already")
+    _add_timeout(run)
+    run.set_defaults(command=_run)
+
+    build = commands.add_parser("build", help="run the chapters that changed and build the site")
+    build.add_argument(
+        "--only", metavar="CHAPTER", action="append", default=[], help="run this one only, reuse the others"
+    )
+    build.add_argument("--force", action="store_true", help="run the chapters and make the pages in any case")
+    _add_timeout(build)
+    build.set_defaults(command=_build)
+
+    serve = commands.add_parser("serve", help="show the built site on this machine")
+    serve.add_argument("--port", type=int, default=8000, help="default: 8000")
+    serve.set_defaults(command=_serve)
+
+    doctor = commands.add_parser("doctor", help="print versions, devices, weights and disk space")
+    doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor.set_defaults(command=_doctor)
+
+    models = commands.add_parser("models", help="list the models that can be loaded by name")
+    models.set_defaults(command=_models)
+    return parser
+
+
+def _add_timeout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="for one cell (default: 3600)")
+
+
+def _seconds(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def _run(options: argparse.Namespace) -> None:
+    from .runs import execute, parameters
+
+    given = parameters.parse_pairs(options.pairs)
+    if options.parameters:
+        chapter = execute.find_project().chapter(options.chapter)
+        print(f"{chapter.name}:\n{parameters.describe(parameters.read(chapter.source(), chapter.path.name))}")
+        return
+    prepared = execute.plan(options.chapter, given, options.out)
+    if prepared.record and not options.force:
+        print(f"this run is there already, from {prepared.record.started}; --force runs it again")
+        record = prepared.record
+    else:
+        record = execute.execute(prepared, timeout=options.timeout)
+    print(f"executed notebook: {record.executed}\nrecord: {prepared.folder / 'record.json'}")
+
+
+def _build(options: argparse.Namespace) -> None:
+    from .runs.build import build_site
+
+    names = [name for entry in options.only for name in entry.split(",") if name]
+    print(build_site(names, force=options.force, timeout=options.timeout))
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from .runs.serve import serve
+
+    try:
+        serve(options.port)
+    except KeyboardInterrupt:
+        print()
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from .runs import doctor
+
+    content = doctor.report()
+    print(doctor.as_json(content) if options.json else doctor.text(content))
+
+
+def _models(options: argparse.Namespace) -> None:
+    from .catalogue import registry
+
+    cards = sorted(registry().values(), key=lambda card: (card.cached is None, card.name))
+    width = max(len(card.name) for card in cards)
+    for card in cards:
+        size = f"{card.parameters / 1e6:,.0f}M" if card.parameters else "?"
+        where = {True: "here", False: "to fetch", None: "hub"}[card.cached]
+        print(f"{card.name:<{width}}  {size:>9}  {where:<8}  {card.what}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
