@@ -1,8 +1,8 @@
 """Attention map of softmax heads, from the queries, keys and mask that reach ``attention_interface``.
 
 Reading the arguments of the call instead of its second result has three advantages: it is exact whichever
-implementation runs (SDPA returns no weights at all), nothing has to be switched and restored, and only the heads
-asked for are ever materialised.
+implementation runs (SDPA returns no weights at all), nothing has to be switched and restored, and only the
+heads asked for are ever materialised.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import GnaError
 
 CALLS = ("attention_interface",)
 _POSITIONAL = ("module", "query", "key", "value", "attention_mask")
-_UNDERSTOOD = {*_POSITIONAL, "scaling", "softcap", "sliding_window", "s_aux", "position_ids", "cache_position"}
+_UNDERSTOOD = {*_POSITIONAL, "scaling", "softcap", "sliding_window", "s_aux", "position_ids"}
 
 
 def operands(args: tuple, kwargs: dict, heads: list[int]) -> dict:
@@ -36,7 +36,7 @@ def operands(args: tuple, kwargs: dict, heads: list[int]) -> dict:
         "softcap": call.get("softcap"),
         "window": call.get("sliding_window"),
         "sinks": None if sinks is None else sinks[heads],
-        "unknown": [name for name in call if name not in _UNDERSTOOD and isinstance(call[name], torch.Tensor)],
+        "unknown": [name for name in call if torch.is_tensor(call[name]) and name not in _UNDERSTOOD],
     }
 
 
@@ -49,25 +49,28 @@ def output(result: Tensor | tuple, heads: list[int]) -> Tensor:
 def matrix(ops: dict, skip: bool = True) -> Tensor:
     """The attention map ``(batch, head, L, L)`` in float32; ``skip`` changes nothing.
 
-    Raises :class:`GnaError` when the model passes a tensor whose meaning is unknown here, such as a position bias.
+    Raises :class:`GnaError` when the model passes a tensor of unknown meaning, such as a position bias.
     """
     if ops["unknown"]:
         raise GnaError(
             f"this model's attention takes {', '.join(ops['unknown'])}, which transfer_matrix does not know: "
             f"it understands a mask, a scale, a soft cap, a sliding window and sinks."
         )
+    length = ops["key"].shape[-2]
     scores = (ops["query"].float() * ops["scaling"]) @ ops["key"].float().transpose(-1, -2)
     if ops["softcap"]:
         scores = torch.tanh(scores / ops["softcap"]) * ops["softcap"]
-    visible, bias = _visible(ops["mask"], scores.shape[-1], ops["window"], scores.device)
+    visible, bias = _visible(ops["mask"], length, ops["window"], scores.device)
     if bias is not None:
         scores = scores + bias
-    scores.masked_fill_(~visible, -torch.inf)
+    # A row that sees nothing belongs to padding. It becomes 0 at the end: softmax alone would answer NaN.
+    empty = ~visible.any(-1, keepdim=True)
+    scores.masked_fill_(~(visible | empty), -torch.inf)
     if ops["sinks"] is not None:
         sink = ops["sinks"].float()[None, :, None, None].expand(*scores.shape[:-1], 1)
-        return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
-    # A row that sees nothing belongs to padding; softmax would answer NaN there.
-    return scores.softmax(-1).masked_fill_(~visible.any(-1, keepdim=True), 0.0)
+        scores = torch.cat([scores, sink], dim=-1)
+    mixed = scores.softmax(-1)[..., :length]
+    return mixed.masked_fill(empty, 0.0) if empty.any() else mixed
 
 
 def values(ops: dict) -> Tensor:
@@ -83,7 +86,8 @@ def _visible(mask, length: int, window: int | None, device) -> tuple[Tensor, Ten
     """
     if not (mask is None or isinstance(mask, torch.Tensor)):
         raise GnaError(
-            f"the attention mask is a {type(mask).__name__}: load the model with attn_implementation='sdpa' or 'eager'."
+            f"the attention mask is a {type(mask).__name__}, which cannot be read: load the model with "
+            f"attn_implementation='sdpa' or 'eager'."
         )
     if mask is not None and mask.dim() == 4:
         mask = mask[..., :length].to(device)

@@ -1,7 +1,7 @@
 """Transfer matrix of gated delta-rule heads (Qwen3-Next, Qwen3.5, OLMo-hybrid).
 
-``T = s (Q K^T o G) (I + strict_tril(diag(b) (K K^T o G)))^-1 diag(b)`` with ``G_ij = prod_{j<m<=i} a_m``: Yang,
-Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), unrolled over the whole sequence.
+``T = s (Q K^T o G) (I + strict_tril(diag(b) (K K^T o G)))^-1 diag(b)`` with ``G_ij = prod_{j<m<=i} a_m``:
+Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), unrolled over the whole sequence.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def output(result: Tensor | tuple, heads: list[int]) -> Tensor:
 
 
 def matrix(ops: dict, skip: bool = True) -> Tensor:
-    """The transfer matrix ``(batch, head, L, L)`` in float32; there is no skip weight, ``skip`` changes nothing."""
+    """The transfer matrix ``(batch, head, L, L)`` in float32; there is no skip weight to leave out."""
     query, key, beta = ops["query"].float(), ops["key"].float(), ops["beta"].float()
     if ops["normalise"]:
         query, key = _unit(query), _unit(key)
     query = query * query.shape[-1] ** -0.5
     mixed = torch.empty(*beta.shape, beta.shape[-1], device=beta.device)
-    # One head at a time: the triangular solve works on copies, which for all heads together would be too many.
+    # One head at a time: the triangular solve works on copies, too many of them for all heads together.
     for head in range(beta.shape[1]):
         b = beta[:, head, :, None]
         forgotten = decay(ops["log_decay"][:, head])

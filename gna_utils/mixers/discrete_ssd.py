@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .ssd import decay, times, with_skip
+
 CALLS = ("discrete_ssd_scan",)
 _POSITIONAL = ("x", "log_decay", "B", "C", "D")
 
@@ -34,10 +36,9 @@ def output(result: tuple[Tensor, Tensor], heads: list[int]) -> Tensor:
 
 def matrix(ops: dict, skip: bool = True) -> Tensor:
     """The transfer matrix ``(batch, head, L, L)`` in float32, with or without the skip weight ``D``."""
-    from ..llamba import discrete_ssd_matrix
-
-    D = ops["D"].float() if skip else None
-    return discrete_ssd_matrix(ops["log_decay"].float(), ops["B"].float(), ops["C"].float(), D)
+    scores = ops["C"].float() @ ops["B"].float().transpose(-1, -2)
+    mixed = times(scores, decay(ops["log_decay"].float()))
+    return with_skip(mixed, ops["D"] if skip else None)
 
 
 def values(ops: dict) -> Tensor:

@@ -1,7 +1,7 @@
 """Transfer matrix of selective-scan channels (Mamba, Falcon-Mamba, Jamba, Zamba): one head is one channel.
 
-``T_ij = sum_n C_in exp(A_n sum_{j<m<=i} dt_m) dt_j B_jn`` for ``j <= i``, plus ``D`` on the diagonal: Ali, Zimerman
-and Wolf, "The Hidden Attention of Mamba Models" (arXiv 2403.01590).
+``T_ij = sum_n C_in exp(A_n sum_{j<m<=i} dt_m) dt_j B_jn`` for ``j <= i``, plus ``D`` on the diagonal: Ali,
+Zimerman and Wolf, "The Hidden Attention of Mamba Models" (arXiv 2403.01590).
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def matrix(ops: dict, skip: bool = True) -> Tensor:
     mixed = torch.zeros(*dt.shape, dt.shape[-1], device=dt.device)
     # One state dimension at a time: all of them together would need d_state times the memory of the result.
     for n in range(A.shape[-1]):
-        part = decay(dt * A[:, n, None])
-        part = times(part, C[:, n, None, :, None])
+        part = times(decay(dt * A[:, n, None]), C[:, n, None, :, None])
         mixed += times(part, (B[:, n, None, :] * dt)[..., None, :])
+        del part  # or it would still be there while the next one is made
     return with_skip(mixed, ops["D"] if skip else None)
 
 

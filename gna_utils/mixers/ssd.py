@@ -63,9 +63,9 @@ def values(ops: dict) -> Tensor:
 def decay(log_decay: Tensor) -> Tensor:
     """``exp(sum_{j<m<=i} log_decay_m)`` for ``j <= i`` and exactly 0 above the diagonal.
 
-    ``log_decay`` is ``(..., L)``, the result ``(..., L, L)`` in float32. The running sum is taken in float64 and
-    kept as a pair of float32 numbers, because the difference of two long sums loses the digits that matter
-    near the diagonal; the sum is short, so it is taken on the CPU, which has float64 on every machine.
+    ``log_decay`` is ``(..., L)``, the result ``(..., L, L)`` in float32. The running sum is taken in float64
+    and kept as a pair of float32 numbers, because the difference of two long sums loses the digits that
+    matter near the diagonal. It is taken on the CPU, because not every accelerator has float64.
     """
     total = log_decay.cpu().double().cumsum(-1)
     high = total.float()
