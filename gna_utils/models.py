@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from .catalogue import ModelCard, Source, find, registry
 from .errors import GnaError
 from .weights import file_sha256
 
-__all__ = ["ModelCard", "ModelInfo", "info", "load", "registry"]
+__all__ = ["ModelCard", "ModelInfo", "info", "load", "loaded", "registry"]
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class ModelInfo:
 
 
 _loaded: WeakKeyDictionary[torch.nn.Module, tuple[Source, float]] = WeakKeyDictionary()
+# Every load of this process, also of models that are gone: (facts without the hash, source, revision).
+_history: list[tuple[ModelInfo, Source, str | None]] = []
 
 
 def load(
@@ -101,13 +103,15 @@ def load(
                 source.place, task="text-generation", tokenizer=words, dtype="float32", **options
             )
         else:
-            kind = _faster_dtype(where) if dtype == "auto" else getattr(torch, dtype)
+            kind = faster_dtype(where) if dtype == "auto" else getattr(torch, dtype)
             module = _module(auto, source, where, kind, {**options, **shared})
             # Without a device, the pipeline inside would move the model to an accelerator it finds.
             placed = {} if hasattr(module, "hf_device_map") else {"device": module.device}
             model = TransformersModel(module, tokenizer=words, **placed)
-    _loaded[model._module] = source, time.perf_counter() - start
-    log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    _loaded[model._module] = source, seconds
+    _history.append((_facts(model._module, source, seconds), source, _revision(model._module)))
+    log.info("loaded %s in %.1f s", name, seconds)
     return model
 
 
@@ -121,11 +125,20 @@ def info(model: TransformersModel) -> ModelInfo:
     :func:`load` is None. Tied parameters count once.
     """
     module = model._module
-    parameters = list(module.parameters())
     place = getattr(model, "repo_id", None) or type(module).__name__
     source, seconds = _loaded.get(module, (None, None))
     if source is None:
         source = Source(place, place, is_folder=Path(place).is_dir())
+    return _hashed(_facts(module, source, seconds), source, _revision(module))
+
+
+def loaded() -> list[ModelInfo]:
+    """Every model that :func:`load` made in this process, oldest first; for the record of a run."""
+    return [_hashed(*entry) for entry in _history]
+
+
+def _facts(module: torch.nn.Module, source: Source, seconds: float | None) -> ModelInfo:
+    parameters = list(module.parameters())
     floating = [p.dtype for p in parameters if p.is_floating_point()]
     return ModelInfo(
         name=source.name,
@@ -133,9 +146,18 @@ def info(model: TransformersModel) -> ModelInfo:
         device=", ".join(sorted({str(p.device) for p in parameters})),
         dtype=str(floating[0] if floating else parameters[0].dtype).removeprefix("torch."),
         n_parameters=sum(p.numel() for p in parameters),
-        sha256=source.sha256 or _weights_sha256(source, getattr(module.config, "_commit_hash", None)),
+        sha256=source.sha256,
         seconds=seconds,
     )
+
+
+def _hashed(facts: ModelInfo, source: Source, revision: str | None) -> ModelInfo:
+    """With the hash of the weights, which is only read when asked for: large files take a while."""
+    return replace(facts, sha256=facts.sha256 or _weights_sha256(source, revision))
+
+
+def _revision(module: torch.nn.Module) -> str | None:
+    return getattr(module.config, "_commit_hash", None)
 
 
 def _module(
@@ -201,7 +223,7 @@ def _device(asked: str) -> torch.device:
 
 
 @cache
-def _faster_dtype(device: torch.device) -> torch.dtype:
+def faster_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where it is clearly faster than float32 for a matrix product of a small model's size."""
     seconds = {kind: _matmul_seconds(kind, device) for kind in (torch.float32, torch.bfloat16)}
     ratio = seconds[torch.float32] / seconds[torch.bfloat16]
