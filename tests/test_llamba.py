@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from tiny_llamba import CHUNK, build, close, numpy_logits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gna_utils.errors import GnaError
 from gna_utils.llamba import (
@@ -98,6 +99,28 @@ def test_scan_continues_from_a_state():
     second, last = discrete_ssd_scan(**rest, chunk_size=CHUNK, initial_state=state)
     close(torch.cat([first, second], 1), whole)
     close(last, end)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the size of the largest tensor that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_scan_memory_is_linear_in_length():
+    """No matrix of all pairs of positions may be formed: twice the length needs twice the largest tensor."""
+    largest = []
+    for length in (1024, 2048):
+        with LargestTensor() as seen:
+            discrete_ssd_scan(**operands(length), chunk_size=8)
+        largest.append(seen.numel)
+    assert largest[1] <= 2 * largest[0]
 
 
 def test_matrix_has_right_gradients():

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tiny_llamba import SSM, build, close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gna_utils import layers, transfer_matrix
+from gna_utils import layers, load, transfer_matrix
 from gna_utils.errors import GnaError
 from gna_utils.llamba import LlambaConfig, LlambaForCausalLM
 
@@ -73,6 +73,18 @@ def test_official_checkpoint_loads(tmp_path, form, tied):
         loaded = loader.from_pretrained(folder)
         assert type(loaded) is LlambaForCausalLM
         assert torch.equal(loaded(tiny.ids(2, 7)).logits, model(tiny.ids(2, 7)).logits)
+
+
+def test_official_checkpoint_without_a_model_type_loads(tmp_path, model):
+    """Such a config.json tells transformers nothing, but Llamba itself and `load` know the layout."""
+    folder = official_folder(tmp_path / "official", model)
+    config = json.loads((folder / "config.json").read_text())
+    del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = model(tiny.ids(2, 7)).logits
+    loaded = load(str(folder), tokenizer=tiny.tokenizer(), device="cpu")
+    for found in (LlambaForCausalLM.from_pretrained(folder), loaded._module):
+        assert torch.equal(found(tiny.ids(2, 7)).logits, expected)
 
 
 @pytest.mark.parametrize("tied", [True, False])
