@@ -58,9 +58,9 @@ def discrete_ssd_matrix(log_decay: Tensor, B: Tensor, C: Tensor, D: Tensor | Non
     """
     length = log_decay.shape[-1]
     # Row i, column j holds log_decay_i where i > j, so running sums down the columns add up j+1..i. No large
-    # number is ever subtracted, and no exponent is positive.
-    between = log_decay[..., None].expand(*log_decay.shape, length).tril(-1).cumsum(-2)
-    matrix = (C @ B.mT).tril().mul_(between.exp())
+    # number is ever subtracted, and no exponent is positive. Working in place keeps memory at twice the result.
+    kept = log_decay[..., None].expand(*log_decay.shape, length).tril(-1).cumsum(-2).exp_()
+    matrix = (C @ B.mT).tril_().mul_(kept)
     if D is not None:
         matrix.diagonal(dim1=-2, dim2=-1).add_(D[:, None])
     return matrix
