@@ -58,7 +58,7 @@ def discrete_ssd_matrix(log_decay: Tensor, B: Tensor, C: Tensor, D: Tensor | Non
     """
     length = log_decay.shape[-1]
     # Row i, column j holds log_decay_i where i > j, so running sums down the columns add up j+1..i. No large
-    # number is ever subtracted, and no exponent is positive. Working in place keeps memory at twice the result.
+    # number is ever subtracted, and no exponent is positive. In place, memory is twice the result.
     kept = log_decay[..., None].expand(*log_decay.shape, length).tril(-1).cumsum(-2).exp_()
     matrix = (C @ B.mT).tril_().mul_(kept)
     if D is not None:
