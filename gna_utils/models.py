@@ -102,6 +102,7 @@ def load(
             model = TransformersModel(
                 source.place, task="text-generation", tokenizer=words, dtype="float32", **options
             )
+            model._module.eval().requires_grad_(False)
         else:
             kind = faster_dtype(where) if dtype == "auto" else getattr(torch, dtype)
             module = _module(auto, source, where, kind, {**options, **shared})
