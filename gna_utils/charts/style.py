@@ -61,7 +61,7 @@ def theme() -> alt.theme.ThemeConfig:
     layout = {
         "font": "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Noto Sans', sans-serif",
         "view": {"continuousWidth": 480, "continuousHeight": 280, "stroke": None},
-        "title": {"anchor": "start", "frame": "group", "fontSize": 14, "fontWeight": 600, "offset": 12},
+        "title": {"anchor": "start", "frame": "bounds", "fontSize": 14, "fontWeight": 600, "offset": 12},
         "axis": {
             "labelFontSize": 12,
             "titleFontSize": 12,
@@ -69,6 +69,7 @@ def theme() -> alt.theme.ThemeConfig:
             "titlePadding": 8,
             "ticks": False,
             "labelPadding": 6,
+            "labelSeparation": 4,
         },
         "axisQuantitative": {"tickCount": 5},
         "axisX": {"grid": False, "labelFlush": False},

@@ -14,8 +14,8 @@ VISIBLE = {"\n": "↵", "\t": "⇥", "\r": "␍", " ": "·"}
 BORDERS = ("solid", "dashed", "dotted", "double")  # colour never stands alone
 
 _STYLE = """
-.gna-tokens{margin:1em 0}
-.gna-tokens figcaption{font-weight:600;margin-bottom:.4em}
+figure.gna-tokens{margin:1em 0;text-align:left}
+figure.gna-tokens figcaption{font-weight:600;margin:0 0 .4em;text-align:left;color:inherit}
 .gna-tokens p{font-family:ui-monospace,monospace;line-height:2;overflow-wrap:anywhere;margin:0}
 .gna-tokens .t{padding:.15em .1em;margin-right:1px;border-bottom:2px solid transparent;white-space:pre}
 .gna-tokens .w{opacity:.45}

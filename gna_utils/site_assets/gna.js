@@ -34,7 +34,7 @@
   function wrapTitle(title, width) {
     const text = title && title.text !== undefined ? title.text : title;
     if (!text) return title;
-    const perLine = Math.max(16, Math.floor((width - 60) / 8));
+    const perLine = Math.max(16, Math.floor((width - 50) / 8.2)); // the menu button stands beside the first line
     const lines = [""];
     for (const word of [text].flat().join(" ").split(/\s+/)) {
       const last = lines.length - 1;
@@ -50,6 +50,10 @@
     out.config = merge(out.config || {}, dark ? DARK_CONFIG : {});
     out.config.legend = { columns: Math.max(1, Math.floor((width - 60) / 130)), ...out.config.legend };
     out.title = wrapTitle(out.title, width);
+    if (out.width === "container") {
+      out.width = width - 2;
+      out.autosize = { type: "fit-x", contains: "padding" };
+    }
     const columns = out.usermeta && out.usermeta.columns;
     if (columns && out.width && out.width.step) {
       const room = Math.max(SMALLEST_CELL, Math.floor((width - 110) / columns));
@@ -75,22 +79,26 @@
     resized() {
       const width = this.host.clientWidth;
       if (!width || Math.abs(width - this.width) < 2) return;
-      clearTimeout(this.timer);
-      const first = this.width === 0;
+      const delay = this.width ? 150 : 0; // while a window is dragged, once at the end is enough
       this.width = width;
-      this.timer = setTimeout(() => this.draw(), first ? 0 : 150);
+      delete this.host.dataset.drawn;
+      clearTimeout(this.timer);
+      this.timer = setTimeout(() => this.draw(), delay);
     }
 
-    async draw() {
+    /* One drawing at a time: each takes the width and the colours of the moment when its turn comes. */
+    draw() {
+      this.last = (this.last || Promise.resolve()).then(() => this.redraw());
+    }
+
+    async redraw() {
       if (!this.width) return;
-      const turn = (this.turn = (this.turn || 0) + 1);
       const dark = isDark();
-      this.host.style.minHeight = this.host.offsetHeight + "px"; // the page must not jump while it is redrawn
+      this.host.style.minHeight = this.host.offsetHeight + "px"; // the page must not jump meanwhile
       try {
         const embed = await loadLibrary();
-        if (turn !== this.turn) return;
-        if (this.drawn) this.drawn.finalize();
-        this.drawn = await embed(this.target, fitted(this.spec, this.width, dark), {
+        if (this.view) this.view.finalize();
+        this.view = await embed(this.target, fitted(this.spec, this.width, dark), {
           renderer: "svg",
           actions: { export: true, source: false, compiled: false, editor: false },
           downloadFileName: "chart",
