@@ -1,24 +1,19 @@
 """Run chapters, keep their results and build the site.
 
->>> from gna_utils.runs import save, load_frame   # in a chapter
-
+>>> from gna_utils.runs import save, load_frame    # in a chapter
+>>> from gna_utils.runs import run, build_site     # what ``gna run`` and ``gna build`` call
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-_HOME = {
-    "run": "execute",
-    "build_site": "build",
-    "save": "records",
-    "load_frame": "records",
-    "table": "records",
-    "COLUMNS": "records",
-    "RunRecord": "records",
-}
+# Not on first use, as the others: nnsight gives every object a method `save`, and a module is an object.
+from .records import COLUMNS, RunRecord, load_frame, save, table
 
-__all__ = list(_HOME)
+_HOME = {"run": "execute", "build_site": "build"}
+
+__all__ = ["COLUMNS", "RunRecord", "build_site", "load_frame", "run", "save", "table"]
 
 
 def __getattr__(name: str):

@@ -176,11 +176,10 @@ def save(
     *,
     format: str = "parquet",
     parameters: Mapping[str, Any] | None = None,
-) -> Path:
+) -> None:
     """Keep a frame of results, with the record of where it came from beside it.
 
     >>> save(frame, "accuracy")                           # doctest: +SKIP
-    PosixPath('.../accuracy.parquet')
     >>> load_frame("accuracy")                            # doctest: +SKIP
 
     Writes ``<name>.parquet`` (or ``.json`` with ``format="json"``) and ``<name>.record.json``, each whole or
@@ -197,7 +196,6 @@ def save(
         _WRITERS[format](frame, temporary)
     other.unlink(missing_ok=True)  # one frame per name: a leftover of the other format would be read instead
     write_json(folder / f"{name}.record.json", _provenance(frame, name, parameters))
-    return path
 
 
 def load_frame(name: str, folder: Path | str | None = None) -> pd.DataFrame:
