@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -33,6 +33,26 @@ class Estimate:
         interval = "no interval" if np.isnan(self.low) else f"[{self.low:.2f}, {self.high:.2f}]"
         chance = "" if self.chance is None else f", chance {self.chance:.2f}"
         return f"{self.value:.2f} {interval}, n = {self.n}{chance}"
+
+    def row(self) -> dict[str, float | int | None]:
+        """The numbers as one row of a frame: ``value, low, high, n, chance``."""
+        return asdict(self)
+
+    def against_chance(self) -> str:
+        """What the interval says about guessing, as words that fit into a sentence.
+
+        >>> Estimate(0.62, 0.57, 0.67, 300, chance=0.1).against_chance()
+        'clearly above chance'
+
+        Raises :class:`~gna_utils.errors.GnaError` when no chance level is known.
+        """
+        if self.chance is None:
+            raise GnaError("this estimate has no chance level to compare with: give chance=... when you make it.")
+        if np.isnan(self.low):
+            return "not to be told from chance by a single example"
+        if self.low > self.chance:
+            return "clearly above chance"
+        return "clearly below chance" if self.high < self.chance else "not distinguishable from chance"
 
 
 def bootstrap(
