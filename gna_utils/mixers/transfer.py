@@ -43,8 +43,9 @@ def transfer_matrix(
     ``D`` of scan heads off the diagonal.
 
     Softmax rows sum to 1; rows of a scan head do not, and may be negative. Output gates and norms come after
-    ``T``. Only the chosen heads are materialised. Active contexts such as ``ablate`` apply. With ``remote``
-    the trace runs on an NDIF server, which sends back what the heads read; the matrix is computed here.
+    ``T``. Only the chosen heads are materialised. Active contexts such as ``ablate`` apply: what they change
+    in a head itself comes after its ``T``, but later layers see it. With ``remote`` the trace runs on an NDIF
+    server, which sends back what the heads read; the matrix is computed here.
 
     Raises :class:`GnaError` for a head that does not exist, a layer of another kind, an ambiguous layer, a
     model in training mode, and a mixer that cannot be read. Formulas and sources: the adapters' modules.
