@@ -262,7 +262,7 @@ def _run_on_cache(model, group: list[int], encoded, trees, max_tokens: int) -> N
 
 
 def _descend(model, cache, parents: list[tuple[int, Node]], trees, length: int, max_tokens: int) -> None:
-    """Run the children of ``parents``, whose states are the rows of ``cache``; ``length`` with the new token."""
+    """Run the children of ``parents`` (the rows of ``cache``); ``length`` counts the new token in."""
     depth = len(parents[0][1]) + 1
     row_of = {parent: k for k, parent in enumerate(parents)}
     children = [

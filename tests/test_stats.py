@@ -106,4 +106,10 @@ def test_words_about_chance_follow_the_interval(low, high, words):
 
 
 def test_row_holds_every_number():
-    assert Estimate(0.6, 0.5, 0.7, 20, 0.1).row() == {"value": 0.6, "low": 0.5, "high": 0.7, "n": 20, "chance": 0.1}
+    assert Estimate(0.6, 0.5, 0.7, 20, 0.1).row() == {
+        "value": 0.6,
+        "low": 0.5,
+        "high": 0.7,
+        "n": 20,
+        "chance": 0.1,
+    }

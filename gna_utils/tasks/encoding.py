@@ -93,17 +93,17 @@ def _encode(example: Example, name: str, tokenizer, lead: list[int], window: int
         )
     prompt = example.prompt.rstrip(" ")
     spaces = example.prompt[len(prompt) :]
-    texts = [prompt, *(prompt + spaces + candidate for candidate in example.candidates)]
-    coded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = coded["input_ids"], coded["offset_mapping"][0]
+    coded = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+    texts = [prompt + spaces + candidate for candidate in example.candidates]
+    ids, joint = coded["input_ids"], tokenizer(texts, add_special_tokens=False)["input_ids"]
     # a lead that the text itself spells out is taken off, so that it is there once and not twice
     doubled = 0
-    while lead and ids[0][doubled : doubled + len(lead)] == lead:
+    while lead and ids[doubled : doubled + len(lead)] == lead:
         doubled += len(lead)
-    plain, *joint = ([*lead, *row[doubled:]] for row in ids)
+    plain, *joint = ([*lead, *row[doubled:]] for row in (ids, *joint))
     if not plain:
         raise GnaError(f"{name} has an empty prompt, and the tokenizer adds no token before it.")
-    chars = [(0, 0)] * len(lead) + _characters(tokenizer, ids[0], offsets)[doubled:]
+    chars = [(0, 0)] * len(lead) + _characters(tokenizer, ids, coded["offset_mapping"])[doubled:]
     candidates = tuple(
         _continuation(name, candidate, plain, row, tokenizer)
         for candidate, row in zip(example.candidates, joint)

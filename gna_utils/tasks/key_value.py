@@ -14,14 +14,18 @@ from .words import pool
 # "paper" with the query last is the probe of Bick et al. 2025 (arXiv:2504.18574).
 _TEMPLATES = {
     ("plain", "last"): ("Dictionary:\n", "{key}: {value}\n", "\n{key}:"),
-    ("plain", "first"): ("Which value has the key {key}?\n\nDictionary:\n", "{key}: {value}\n", "\nAnswer:"),
+    ("plain", "first"): (
+        "Look for the value of {key}.\n\nDictionary:\n",
+        "{key}: {value}\n",
+        "\nThe value is:",
+    ),
     ("paper", "last"): (
         "Memorize the following dictionary:\n",
         "{key}:{value}\n",
         "The value of the key '{key}' is",
     ),
     ("paper", "first"): (
-        "What is the value of the key '{key}' in the following dictionary?\n",
+        "Memorize the value of the key '{key}' in the following dictionary:\n",
         "{key}:{value}\n",
         "The value is",
     ),
@@ -74,12 +78,13 @@ def key_value(
     """
     if (wording, query) not in _TEMPLATES:
         raise GnaError(
-            f"there is no wording '{wording}' with the query '{query}': wordings are {' and '.join(WORDINGS)}, "
-            f"the query stands {' or '.join(QUERIES)}."
+            f"there is no wording '{wording}' with the query '{query}': choose the wording among "
+            f"{', '.join(WORDINGS)} and the query among {', '.join(QUERIES)}."
         )
     if n_examples < 1 or n_pairs < 2:
         raise GnaError(
-            f"{n_examples} examples with {n_pairs} pairs were asked for: it takes at least 1 example and 2 pairs."
+            f"{n_examples} examples with {n_pairs} pairs were asked for: "
+            "it takes at least 1 example and 2 pairs."
         )
     _place(position, n_pairs, np.random.default_rng(0))  # a bad position is refused before any work
     key_pool = pool(keys, "key", tokenizer, multi_token=multi_token)
@@ -158,6 +163,6 @@ def _check_pools(n_pairs: int, key_pool: tuple[str, ...], value_pool: tuple[str,
     possible = [n for n in range(1, len(key_pool) + 1) if n + min(n, shared) <= len(value_pool)]
     if n_pairs not in possible:
         raise GnaError(
-            f"{n_pairs} pairs were asked for, but with this tokenizer the pools hold {len(key_pool)} keys and "
-            f"{len(value_pool)} values: at most {max(possible, default=0)} pairs are possible."
+            f"{n_pairs} pairs were asked for, but with this tokenizer the pools hold {len(key_pool)} keys "
+            f"and {len(value_pool)} values: at most {max(possible, default=0)} pairs are possible."
         )

@@ -1,4 +1,4 @@
-"""Multi-query associative recall: the synthetic twin of key-value retrieval, in token ids instead of words."""
+"""Multi-query associative recall: the synthetic twin of key-value retrieval, in token ids."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def mqar(
     length = 1 << (8 * n_pairs - 1).bit_length() if length is None else length
     if n_examples < 1 or n_pairs < 1 or length % 2 or length < 4 * n_pairs:
         raise GnaError(
-            f"{n_examples} sequences of {length} tokens with {n_pairs} pairs were asked for: it takes at least "
-            f"one sequence, one pair, and an even length of at least 4 tokens per pair."
+            f"{n_examples} sequences of {length} tokens with {n_pairs} pairs were asked for: it takes at "
+            "least one sequence, one pair, and an even length of at least 4 tokens per pair."
         )
     if vocab_size // 2 - 1 < n_pairs or vocab_size < 4:
         raise GnaError(

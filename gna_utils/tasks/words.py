@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
+from functools import cache, lru_cache
 
 from ..errors import GnaError
+from ..weights import data_dir
 
 # What stands before a key and before a value in the prompts of key_value, in every wording. A word must be
 # split alike in all of them, so that the same seed gives the same dictionary in every wording.
-KEY_CONTEXTS = (("\n", ""), ("the key '", ""))
+KEY_CONTEXTS = (("\n", ""), ("the key '", ""), ("value of", " "))
 VALUE_CONTEXTS = (("a:", " "), ("a:", ""), ("a' is", " "))
 NUMBERS = tuple(str(number) for number in range(100))
 
@@ -20,10 +20,7 @@ NUMBERS = tuple(str(number) for number in range(100))
 @cache
 def nouns() -> tuple[str, ...]:
     """Common English nouns in alphabetical order, lower case, one word each."""
-    package = Path(__file__).parents[1]
-    folders = (package.parent / "data", package / "_data")  # a checkout, an installed wheel
-    path = next(folder / "words.json" for folder in folders if (folder / "words.json").exists())
-    return tuple(json.loads(path.read_text(encoding="utf-8"))["nouns"])
+    return tuple(json.loads((data_dir() / "words.json").read_text(encoding="utf-8"))["nouns"])
 
 
 def pool(kind: str | Sequence[str], role: str, tokenizer, *, multi_token: bool = False) -> tuple[str, ...]:
@@ -51,8 +48,9 @@ def pool(kind: str | Sequence[str], role: str, tokenizer, *, multi_token: bool =
     return tuple(number for number, counts in lengths.items() if usual and counts == usual[0][0])
 
 
+@lru_cache(maxsize=16)  # thousands of short texts: noticeable when a chapter makes many sets of examples
 def token_counts(
-    words: Sequence[str], contexts: Sequence[tuple[str, str]], tokenizer
+    words: tuple[str, ...], contexts: tuple[tuple[str, str], ...], tokenizer
 ) -> dict[str, tuple[int, ...]]:
     """How many tokens each word adds in each context; 0 where it fuses with what stands before it.
 
