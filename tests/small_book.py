@@ -66,7 +66,11 @@ def sample_charts() -> list[alt.TopLevelMixin]:
     tokens = ["fox", ":", " lemon", "\n"] * (length // 4)
     segments = [f"line {i // 4}" for i in range(length)]
     heads = [
-        {"layer": layer, "head": head, "drop": random.normal(0, 0.04) + (0.4 if (layer, head) == (17, 4) else 0)}
+        {
+            "layer": layer,
+            "head": head,
+            "drop": random.normal(0, 0.04) + (0.4 if (layer, head) == (17, 4) else 0),
+        }
         for layer in range(30)
         for head in range(9)
     ]
@@ -87,7 +91,14 @@ def sample_charts() -> list[alt.TopLevelMixin]:
             log_x=True,
         ),
         charts.interval_bars(
-            bars, "ablated", "drop", "low", "high", unit="accuracy points", title="One head", description="L17H4 counts."
+            bars,
+            "ablated",
+            "drop",
+            "low",
+            "high",
+            unit="accuracy points",
+            title="One head",
+            description="L17H4 counts.",
         ),
         charts.heatmap(weights, tokens, segments, title="L17H4", description="A map over 32 tokens."),
         charts.head_grid(heads, "drop", mark="L17H4", title="Drop per head", description="L17H4 stands out."),

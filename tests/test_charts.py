@@ -58,7 +58,7 @@ class Scripts(HTMLParser):
             self.found.append(data)
 
 
-# --- what every chart demands ---------------------------------------------------------------------------------
+# --- what every chart demands ---
 
 
 @pytest.mark.parametrize("missing", ["title", "description"])
@@ -101,7 +101,7 @@ def test_every_kind_of_chart_draws():
         assert len(re.findall(r"<path|<rect|<text", svg)) > 10
 
 
-# --- numbers --------------------------------------------------------------------------------------------------
+# --- numbers ---
 
 
 def test_significant_digits_against_python_formatting():
@@ -125,14 +125,16 @@ def test_accuracy_axis_runs_from_zero_to_one():
         charts.interval_bars(POINTS, "model", "accuracy", "low", "high", **WORDS),
     ):
         encodings = [layer["encoding"] for layer in layers(chart)]
-        scales = [e[c]["scale"] for e in encodings for c in ("x", "y") if "domain" in e.get(c, {}).get("scale", {})]
+        scales = [
+            e[c]["scale"] for e in encodings for c in ("x", "y") if "domain" in e.get(c, {}).get("scale", {})
+        ]
         assert scales and all(scale["domain"] == [0, 1] for scale in scales)
         assert "accuracy (proportion)" in chart.to_json()
 
 
 def test_a_proportion_outside_its_range_is_refused():
     drops = [{"head": "L0H0", "drop": -0.2}]
-    with pytest.raises(GnaError, match="'drop' runs from -0.2 to -0.2, which is no proportion"):
+    with pytest.raises(GnaError, match=r"'drop' runs from -0\.2 to -0\.2, which is no proportion"):
         charts.interval_bars(drops, "head", "drop", **WORDS)
     chart = charts.interval_bars(drops, "head", "drop", unit="accuracy points", **WORDS)
     assert layers(chart)[0]["encoding"]["x"]["scale"]["zero"] is True
@@ -148,7 +150,10 @@ def test_chance_as_level_and_as_column():
 
 
 def test_names_on_the_x_axis_get_error_bars_and_no_line():
-    marks = [layer["mark"]["type"] for layer in layers(charts.interval_line(POINTS, "model", *MEASURED[1:], **WORDS))]
+    marks = [
+        layer["mark"]["type"]
+        for layer in layers(charts.interval_line(POINTS, "model", *MEASURED[1:], **WORDS))
+    ]
     assert marks == ["rule", "point"]
 
 
@@ -164,7 +169,7 @@ def test_column_names_with_dots_and_brackets_draw():
     assert len({*heights}) == 2
 
 
-# --- maps -----------------------------------------------------------------------------------------------------
+# --- maps ---
 
 
 def test_causal_maps_leave_out_the_future_and_others_do_not():
@@ -218,7 +223,7 @@ def test_head_grid_is_symmetric_and_marks_only_what_exists():
         charts.head_grid(grid + grid[:1], "drop", **WORDS)
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------
+# --- tokens ---
 
 
 def test_token_strip_shows_whitespace_and_escapes_html():
@@ -238,7 +243,7 @@ def test_token_texts_use_real_whitespace():
     assert charts.token_texts(Tokenizer(), np.array([1, 2])) == [" fox", "\n"]
 
 
-# --- renderers ------------------------------------------------------------------------------------------------
+# --- renderers ---
 
 
 def test_site_output_validates_and_cannot_end_its_script():
@@ -254,7 +259,12 @@ def test_site_output_validates_and_cannot_end_its_script():
 
 @pytest.mark.parametrize(
     ("environment", "renderer"),
-    [({}, "html"), ({"GNA_SITE": "1"}, "site"), ({"GNA_SITE": "1", "GNA_CHARTS": "svg"}, "svg"), ({"GNA_CHARTS": "png"}, "png")],
+    [
+        ({}, "html"),
+        ({"GNA_SITE": "1"}, "site"),
+        ({"GNA_SITE": "1", "GNA_CHARTS": "svg"}, "svg"),
+        ({"GNA_CHARTS": "png"}, "png"),
+    ],
 )
 def test_setup_chooses_the_renderer(monkeypatch, environment, renderer):
     for name in ("GNA_SITE", "GNA_CHARTS"):
@@ -276,14 +286,26 @@ def test_setup_refuses_unknown_renderers(monkeypatch):
         charts.setup()
 
 
-# --- colours --------------------------------------------------------------------------------------------------
+# --- colours ---
 
 # Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
 BLINDNESS = {
     "none": np.eye(3),
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
 XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 
@@ -312,7 +334,11 @@ def test_palette_is_readable_and_safe_for_colour_blind_readers(mode):
     for matrix in BLINDNESS.values():
         seen = [lab(np.array(matrix) @ linear(colour)) for colour in palette]
         assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 10
-    for text in (config["axis"]["labelColor"], config["title"]["color"], config["style"]["chance-label"]["color"]):
+    for text in (
+        config["axis"]["labelColor"],
+        config["title"]["color"],
+        config["style"]["chance-label"]["color"],
+    ):
         assert contrast(text, page) >= 4.5
 
 

@@ -1,7 +1,7 @@
 """The built site in headless Chromium with the network blocked: what a reader sees must be there.
 
-The first part builds a small book of its own with everything that can go wrong on a page. The second opens every
-page of the real site, which `make test` builds before.
+The first part builds a small book of its own with everything that can go wrong on a page. The second opens
+every page of the real site, which `make test` builds before.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def pages_of_the_toc() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-# --- the small book -------------------------------------------------------------------------------------------
+# --- the small book ---
 
 
 def test_all_kinds_of_charts_draw_beside_maths(chromium, small_home):
@@ -106,7 +106,8 @@ def test_narrow_pages_do_not_scroll_sideways(chromium, small_home, path):
 
 
 def test_charts_follow_the_width_of_the_page(chromium, small_home):
-    widths = "[...document.querySelectorAll('.gna-chart svg.marks')].map(s => s.clientWidth - s.closest('.gna-chart').clientWidth)"
+    pictures = "[...document.querySelectorAll('.gna-chart svg.marks')]"
+    widths = f"{pictures}.map(s => s.clientWidth - s.closest('.gna-chart').clientWidth)"
     with visit(chromium, small_home, CHARTS) as seen:
         for size in (1200, NARROW, 1200):
             seen.page.set_viewport_size({"width": size, "height": 900})
@@ -184,7 +185,8 @@ def test_check_notices_bad_pages(chromium, small_site, tmp_path):
 def test_launch_buttons_and_settings_survive(small_site):
     """Theme options given to Sphinx used to replace the buttons of the book (QuantEcon issue 182)."""
     page = (small_site / "book" / "charts.html").read_text(encoding="utf-8")
-    url = yaml.safe_load((ROOT / "_config.yml").read_text())["repository"]["url"].removeprefix("https://github.com")
+    config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
+    url = config["repository"]["url"].removeprefix("https://github.com")
     assert f"colab.research.google.com/github{url}/blob/main/book/charts.ipynb" in page
     assert f"mybinder.org/v2/gh{url}/main?urlpath=lab/tree/book/charts.ipynb" in page
     assert f"{url}/edit/main/book/charts.ipynb" in page and f"{url}/issues/new" in page
@@ -200,7 +202,7 @@ def test_pages_name_no_cdn(small_site):
     assert size < 16e6
 
 
-# --- the real site --------------------------------------------------------------------------------------------
+# --- the real site ---
 
 
 @pytest.mark.parametrize("name", pages_of_the_toc())

@@ -1,8 +1,8 @@
 """Charts of the book: accuracy curves, bars, maps over tokens and heads, prompts with their segments marked.
 
-Every function takes tidy rows (a pandas frame or a list of dicts) or a matrix, and returns a plain Altair chart that
-can be layered and configured further. ``title`` and ``description`` are required: the description is what a reader
-hears who cannot see the chart.
+Every function takes tidy rows (a pandas frame or a list of dicts) or a matrix, and returns a plain Altair
+chart that can be layered and configured further. ``title`` and ``description`` are required: the description
+is what a reader hears who cannot see the chart.
 
 >>> from gna_utils import charts
 >>> charts.setup()

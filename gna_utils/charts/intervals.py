@@ -36,11 +36,13 @@ def interval_line(
     ...     title="Retrieval", description="Accuracy falls from 0.9 at 2 pairs to 0.5 at 8.",
     ... )
 
-    ``x`` is a number (a band around a line) or a name (points with error bars, no line). ``color`` names the column
-    that tells the lines apart; colour and point shape both carry it. ``chance`` is one level or a column of levels.
-    ``unit`` stands on the y axis: ``"proportion"`` makes it run from 0 to 1, any other unit makes it include 0.
-    ``log_x`` spaces doublings evenly. Extra rows of ``frame`` are not summed up: one row is one point.
-    Raises GnaError without title or description, for a missing column, over 5000 rows, or a proportion outside 0..1.
+    ``x`` is a number (a band around a line) or a name (points with error bars, no line). ``color`` names the
+    column that tells the lines apart; colour and point shape both carry it. ``chance`` is one level or a
+    column of levels. ``unit`` stands on the y axis: ``"proportion"`` makes it run from 0 to 1, any other unit
+    makes it include 0. ``log_x`` spaces doublings evenly. Extra rows of ``frame`` are not summed up: one row
+    is one point.
+    Raises GnaError without title or description, for a missing column, over 5000 rows, or a proportion
+    outside 0..1.
     """
     require_words(title, description)
     column = chance if isinstance(chance, str) else None
@@ -95,11 +97,11 @@ def interval_bars(
     ... ]
     >>> chart = interval_bars(
     ...     rows, "ablated", "drop", "low", "high", unit="accuracy points",
-    ...     title="One head", description="Without L17H4 accuracy drops by 0.4, without a random head not at all.",
+    ...     title="One head", description="Without L17H4 accuracy drops by 0.4, without a random head by 0.",
     ... )
 
-    Bars start at 0. ``color`` splits each label into one bar per group. ``step`` is the height of a bar in pixels.
-    ``chance`` (one level), ``unit`` and what is raised are those of `interval_line`.
+    Bars start at 0. ``color`` splits each label into one bar per group. ``step`` is the height of a bar in
+    pixels. ``chance`` (one level), ``unit`` and what is raised are those of `interval_line`.
     """
     require_words(title, description)
     data = checked(frame, [label, value, low, high, color])

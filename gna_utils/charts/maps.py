@@ -32,13 +32,14 @@ def heatmap(
     """Draw a square matrix over the tokens of a prompt: row i tells where position i takes its content from.
 
     >>> weights = [[1.0, 0.0], [0.3, 0.7]]
-    >>> chart = heatmap(weights, ["fox", "\\n"], title="One head", description="The newline looks at both tokens.")
+    >>> chart = heatmap(weights, ["fox", "\\n"], title="A head", description="The newline looks at both tokens.")
 
-    ``matrix`` is (length, length); where all of it above the diagonal is 0, as in a causal model, those cells stay
-    empty. Whitespace in ``tokens`` is made visible. ``segments`` holds one name (or None) per token: equal names get
-    one colour, on strips along both axes. ``rows`` shows these positions only. The colour scale runs from 0 to the
-    largest value, or symmetrically around 0 when there are negative values; ``domain`` fixes it, so that several maps
-    can be compared. ``cell`` is the size of a cell in pixels; the site shrinks it on narrow screens.
+    ``matrix`` is (length, length); where all of it above the diagonal is 0, as in a causal model, those cells
+    stay empty. Whitespace in ``tokens`` is made visible. ``segments`` holds one name (or None) per token:
+    equal names get one colour, on strips along both axes. ``rows`` shows these positions only. The colour
+    scale runs from 0 to the largest value, or symmetrically around 0 when there are negative values;
+    ``domain`` fixes it, so that several maps can be compared. ``cell`` is the size of a cell in pixels; the
+    site shrinks it on narrow screens.
     Raises GnaError when lengths differ or over 5000 cells would be drawn.
     """
     require_words(title, description)
@@ -87,7 +88,8 @@ def head_grid(
 
     The colour scale is symmetric around 0, so that no effect has the colour of the page; ``domain`` fixes it.
     Heads in ``mark`` (any form that `parse_heads` reads) get an outline. Heads without a row stay blank.
-    Raises GnaError for a missing column, two rows for one head, a marked head without a row, or over 5000 heads.
+    Raises GnaError for a missing column, two rows for one head, a marked head without a row, or over 5000
+    heads.
     """
     require_words(title, description)
     data = checked(frame, [layer, head, value])

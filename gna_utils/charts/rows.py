@@ -47,7 +47,7 @@ def require_budget(n_rows: int) -> None:
     """Refuse to put more than 5000 rows into a page."""
     if n_rows > MAX_ROWS:
         raise GnaError(
-            f"{n_rows} rows are too many for one chart (at most {MAX_ROWS}): aggregate them first or show a part"
+            f"{n_rows} rows are too many for one chart, at most {MAX_ROWS}: aggregate them or show a part"
         )
 
 
@@ -93,8 +93,8 @@ def value_scale(data: pd.DataFrame, unit: str | None, columns: Iterable[str | No
     for name in filter(None, columns):
         if ((data[name] < 0) | (data[name] > 1)).any():
             raise GnaError(
-                f"column {name!r} runs from {data[name].min():g} to {data[name].max():g}, which is no proportion: "
-                "name its unit (unit='accuracy points')"
+                f"column {name!r} runs from {data[name].min():g} to {data[name].max():g}, "
+                "which is no proportion: name its unit (unit='accuracy points')"
             )
     return alt.Scale(domain=[0, 1])
 

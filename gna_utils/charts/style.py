@@ -10,8 +10,8 @@ import altair as alt
 
 from ..errors import GnaError
 
-# Okabe and Ito's colour-blind safe colours. Their yellow, orange and sky blue are too faint on white (contrast
-# below 3:1), their blue and black on a dark page; each mode keeps the hues in the same order.
+# Okabe and Ito's colour-blind safe colours. Their yellow, orange and sky blue are too faint on white
+# (contrast below 3:1), their blue and black on a dark page; each mode keeps the hues in the same order.
 LIGHT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#4D4D4D")
 DARK = ("#56B4E9", "#F27830", "#00B887", "#E29AC6", "#DDDDDD")
 PAGE = {"light": "#ffffff", "dark": "#14181e"}
@@ -25,9 +25,9 @@ def setup() -> None:
     >>> alt.theme.active
     'gna'
 
-    In JupyterLab, VS Code and Colab charts are drawn by Altair's own ``html`` renderer, which loads its library
-    from a CDN. In a run for the site (``GNA_SITE=1``) they are left to the site's script, which needs no network.
-    ``GNA_CHARTS=html|svg|png`` overrides both; the pictures need no script at all.
+    In JupyterLab, VS Code and Colab charts are drawn by Altair's own ``html`` renderer, which loads its
+    library from a CDN. In a run for the site (``GNA_SITE=1``) they are left to the site's script, which needs
+    no network. ``GNA_CHARTS=html|svg|png`` overrides both; the pictures need no script at all.
     """
     default = "site" if os.environ.get("GNA_SITE") == "1" else "html"
     name = os.environ.get("GNA_CHARTS") or default
@@ -41,7 +41,8 @@ def setup() -> None:
 def site_mimebundle(spec: dict, **_options) -> dict[str, str]:
     """Return a chart as the site shows it: its data and description, to be drawn by the site's script.
 
-    The description stays visible until the chart is drawn, so that a page without scripts still says something.
+    The description stays visible until the chart is drawn, so that a page without scripts still says
+    something.
     """
     # "<" is the only character that could end the script element (or start a comment) inside the JSON text.
     text = json.dumps(spec, separators=(",", ":")).replace("<", "\\u003c")

@@ -19,7 +19,8 @@ figure.gna-tokens figcaption{font-weight:600;margin:0 0 .4em;text-align:left;col
 .gna-tokens p{font-family:ui-monospace,monospace;line-height:2;overflow-wrap:anywhere;margin:0}
 .gna-tokens .t{padding:.15em .1em;margin-right:1px;border-bottom:2px solid transparent;white-space:pre}
 .gna-tokens .w{opacity:.45}
-.gna-tokens ul{display:flex;flex-wrap:wrap;gap:.3em 1.2em;list-style:none;padding:0;margin:.6em 0 0;font-size:.9em}
+.gna-tokens ul{display:flex;flex-wrap:wrap;gap:.3em 1.2em;list-style:none;padding:0;margin:.6em 0 0}
+.gna-tokens li{font-size:.9em;margin:0}
 """
 
 
@@ -64,7 +65,8 @@ class TokenStrip:
             f'<li><span class="t k{i}">{html.escape(k)}</span></li>' for i, k in enumerate(kinds)
         )
         return (
-            f'<figure class="gna-tokens" aria-label="{html.escape(self.description)}"><style>{_STYLE}{rules}</style>'
+            f'<figure class="gna-tokens" aria-label="{html.escape(self.description)}">'
+            f"<style>{_STYLE}{rules}</style>"
             f"<figcaption>{html.escape(self.title)}</figcaption><p>{body}</p>"
             + (f"<ul>{legend}</ul>" if kinds else "")
             + "</figure>"
@@ -79,11 +81,13 @@ def token_strip(
 ) -> TokenStrip:
     """Show the tokens of a prompt as text, each in the colour of its segment or kind.
 
-    >>> token_strip(["fox", ":", " lemon", "\\n"], ["key", None, "value", None], title="One line", description="...")
+    >>> kinds = ["key", None, "value", None]
+    >>> token_strip(["fox", ":", " lemon", "\\n"], kinds, title="One line", description="A key and its value.")
     fox|:|·lemon|↵
 
-    ``segments`` holds one name (or None) per token. Spaces and newlines are made visible; a newline also breaks the
-    line. Raises GnaError without title or description, and when the lengths differ.
+    ``segments`` holds one name (or None) per token. Spaces and newlines are made visible; a newline also
+    breaks the line.
+    Raises GnaError without title or description, and when the lengths differ.
     """
     require_words(title, description)
     names = segment_names(segments, len(tokens))

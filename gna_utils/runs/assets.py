@@ -1,7 +1,7 @@
 """Write the parts of the site that every page shares: chart library, MathJax, script, style, logo.
 
-Nothing third-party is kept in the repository: the chart library comes out of ``vl-convert-python`` and MathJax
-out of ``sphinx-mathjax-offline``, both installed packages, when the site is built.
+Nothing third-party is kept in the repository: the chart library comes out of ``vl-convert-python`` and
+MathJax out of ``sphinx-mathjax-offline``, both installed packages, when the site is built.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def write_assets(stage: str | Path) -> None:
 
     >>> write_assets("_build/stage")  # doctest: +SKIP
 
-    ``_static/`` gets what Jupyter Book links in the head of every page (script, style, logo);
-    ``_extra/`` gets what must not be linked there: ``vega/vega.js`` (0.9 MB, loaded by the script on pages with
-    charts only) and ``mathjax/``. The settings ``html_extra_path`` and ``mathjax_path`` of ``_config.yml`` name them.
+    ``_static/`` gets what Jupyter Book links in the head of every page (script, style, logo); ``_extra/``
+    gets what must not be linked there: ``vega/vega.js`` (0.9 MB, loaded by the script on pages with charts
+    only) and ``mathjax/``. The settings ``html_extra_path`` and ``mathjax_path`` of ``_config.yml`` name
+    them.
     """
     stage = Path(stage)
     _write_static(stage / "_static")
@@ -50,13 +51,14 @@ def write_assets(stage: str | Path) -> None:
 def vega_bundle() -> str:
     """Return the chart library as one script that sets only ``vega``, ``vegaLite`` and ``vegaEmbed``.
 
-    It matches the Vega-Lite version that Altair writes. Made once (some seconds), then kept in the user cache.
+    It matches the Vega-Lite version that Altair writes. Made once (some seconds), then kept in the user
+    cache.
     """
     version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
     if version not in vl_convert.get_vegalite_versions():
         raise GnaError(
             f"Altair {alt.__version__} writes Vega-Lite {version}, which vl-convert-python "
-            f"{vl_convert.__version__} does not bundle: install versions that belong together (requirements.lock)"
+            f"{vl_convert.__version__} does not bundle: install the versions of requirements.lock"
         )
     kept = cache_dir() / "site" / f"vega-lite-{version}-vl-convert-{vl_convert.__version__}.js"
     if not kept.exists():
