@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from dataclasses import dataclass
@@ -56,12 +57,13 @@ def registry() -> dict[str, ModelCard]:
     return cards | {name: _included(name, folder) for name, folder in _folders().items()}
 
 
-def find(name: str) -> Source:
+def find(name: str | os.PathLike[str]) -> Source:
     """Where ``name`` leads, fetching weights if the name is registered with a download.
 
     Looked up in this order: folders of ``data/models``, registered names and their aliases, local folders,
     hub ids. Raises :class:`GnaError` for anything else, with the nearest registered name.
     """
+    name = os.fspath(name)
     included = _folders().get(name)
     if included is not None:
         return Source(name, str(included), is_folder=True)
@@ -69,7 +71,7 @@ def find(name: str) -> Source:
     if registered is not None:
         return registered
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise GnaError(f"the folder '{name}' holds no model: it lacks config.json.")
         return Source(name, str(folder.absolute()), is_folder=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -58,7 +59,7 @@ _history: list[tuple[ModelInfo, Source, str | None]] = []
 
 
 def load(
-    name: str,
+    name: str | PathLike[str],
     *,
     device: str = "auto",
     dtype: str = "float32",
