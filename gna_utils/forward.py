@@ -56,29 +56,36 @@ def forward(
     _check(input_ids, attention_mask, past, keep_past, remote)
     length = input_ids.shape[1]
     positions = _positions(positions, attention_mask[:, -length:], length)
-    options = {"use_cache": keep_past or past is not None}
-    if past is not None:
-        kinds = {mixer.kind for mixer in layers(model)}
-        if "selective_scan" in kinds and length > 1:
-            return _token_by_token(model, input_ids, attention_mask, positions, past, keep_past)
-        options |= _continuation(model, attention_mask.shape[1] - length, length, past)
-        if "attention" not in kinds:  # a pure scan model wants the mask of the new tokens alone
-            attention_mask = attention_mask[:, -length:]
     picked = positions if positions.ndim == 2 else positions[:, None]
+    if past is None:
+        logits, cache = _run(model, input_ids, attention_mask, picked, marks(rows, length), keep_past, remote)
+    else:
+        logits, cache = _go_on(model, input_ids, attention_mask, picked, past)
+    logits = logits if positions.ndim == 2 else logits[:, 0]
+    return (logits, cache) if keep_past else logits
+
+
+def _run(
+    model, input_ids: Tensor, attention_mask: Tensor, picked: Tensor, marked: dict, keep_past: bool, remote, **options
+):
+    """One trace; returns logits (batch, k, vocabulary) and the cache."""
     head = _output_head(model)
     with (
-        running(model, marks(rows, length)),
+        running(model, marked),
         model.trace(
-            input_ids=input_ids, attention_mask=attention_mask, backend=backend(model, remote), **options
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            use_cache=keep_past,
+            backend=backend(model, remote),
+            **options,
         ),
     ):
         if head is not None:
             _keep_rows(model.get(head), picked)
         output = model.output
         logits = nnsight.save(_logits(output, None if head is not None else picked))
-        cache = nnsight.save(_cache(output)) if keep_past else None
-    logits = logits if positions.ndim == 2 else logits[:, 0]
-    return (logits, cache) if keep_past else logits
+        cache = nnsight.save(_cache(output) if keep_past else None)
+    return logits, cache
 
 
 def tokens(model, prompts) -> tuple[Tensor, Tensor]:
@@ -188,35 +195,29 @@ def _output_head(model) -> str | None:
     )
 
 
-def _continuation(model, start: int, length: int, past) -> dict:
-    """Arguments for going on from a cache; positions are explicit because Bamba counts them from 0 again."""
+def _go_on(model, input_ids: Tensor, attention_mask: Tensor, picked: Tensor, past):
+    """Read more tokens after a cache, as many at a time as the mixers of transformers allow."""
+    kinds = {mixer.kind for mixer in layers(model)}
     names = inspect.signature(model._module.forward).parameters
-    options = {next((name for name in _CACHES if name in names), "cache"): past}
-    if "position_ids" in names:
-        options["position_ids"] = torch.arange(start, start + length)[None]
-    return options
-
-
-def _token_by_token(
-    model, input_ids: Tensor, attention_mask: Tensor, positions: Tensor, past, keep_past: bool
-):
-    """Mamba-1 scans of transformers forget the cached state unless tokens come one at a time."""
+    cache_name = next((name for name in _CACHES if name in names), "cache")
     length, start = input_ids.shape[1], attention_mask.shape[1] - input_ids.shape[1]
-    steps = []
-    for i in range(length):
-        logits, past = forward(
-            model,
-            input_ids[:, i : i + 1],
-            attention_mask[:, : start + i + 1],
-            positions=torch.zeros(len(input_ids), dtype=torch.long),
-            past=past,
-            keep_past=True,
+    # Mamba-1 scans forget the cached state unless tokens come one at a time
+    step = 1 if "selective_scan" in kinds else length
+    found = []
+    for first in range(0, length, step):
+        stop = first + step
+        options = {cache_name: past}
+        if "position_ids" in names:  # Bamba would count them from 0 again
+            options["position_ids"] = torch.arange(start + first, start + stop)[None]
+        # a pure scan model wants the mask of the new tokens alone
+        mask = attention_mask[:, (0 if "attention" in kinds else start + first) : start + stop]
+        rows = picked if step == length else torch.zeros(len(input_ids), 1, dtype=torch.long)
+        logits, past = _run(
+            model, input_ids[:, first:stop], mask, rows, {"past": start + first}, True, False, **options
         )
-        steps.append(logits)
-    picked = positions if positions.ndim == 2 else positions[:, None]
-    logits = torch.stack(steps, dim=1).take_along_dim(picked.to(steps[0].device)[..., None], dim=1)
-    logits = logits if positions.ndim == 2 else logits[:, 0]
-    return (logits, past) if keep_past else logits
+        found.append(logits)
+    logits = torch.cat(found, dim=1)
+    return (logits if step == length else logits.take_along_dim(picked.to(logits.device)[..., None], 1)), past
 
 
 def _keep_rows(head, picked: Tensor) -> None:

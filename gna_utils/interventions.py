@@ -22,12 +22,13 @@ from .errors import GnaError
 
 def run_steps(model, steps: list[dict], marks: dict) -> None:
     """The body of every edit: carry out ``steps`` in each forward pass of a run (a generation makes several)."""
-    at, finished, end = None, 0, f"{model.path}.output"
+    at, finished, seen, end = None, 0, marks.get("past", 0), f"{model.path}.output"
     try:
         for _ in Iterations()[:]:  # `tracer.iter[:]`, without the tracer, which cannot travel to a server
             at, finished = None, model.interleaver.counts.get(end, 0)
             args, kwargs = model.inputs
-            scene = read_scene(args, kwargs)
+            scene = read_scene(args, kwargs, seen)
+            seen = scene["past"] + scene["length"]
             for step in steps:
                 at = step["path"]
                 (bypass if step["action"] == "bypass" else replace)(model, step, scene, marks)
@@ -41,8 +42,11 @@ def run_steps(model, steps: list[dict], marks: dict) -> None:
             ) from None
 
 
-def read_scene(args: tuple, kwargs: dict) -> dict:
-    """Tokens and padding of the pass that starts: batch, length, real (the map of real tokens), ids, past."""
+def read_scene(args: tuple, kwargs: dict, seen: int = 0) -> dict:
+    """The pass that starts: batch, length, ids, real (the map of real tokens), and how many tokens came before.
+
+    ``seen`` tokens of the same texts were read in earlier passes; a mask wider than the input says so as well.
+    """
     ids = kwargs.get("input_ids", args[0] if args else None)
     first = kwargs.get("inputs_embeds") if ids is None else ids
     batch, length = first.shape[:2]
@@ -50,14 +54,15 @@ def read_scene(args: tuple, kwargs: dict) -> dict:
     if mask is None:
         mask = torch.ones(batch, length, dtype=torch.bool, device=first.device)
     known = isinstance(mask, Tensor) and mask.ndim == 2
-    past = max(mask.shape[1] - length, 0) if known else 0
+    wider = max(mask.shape[1] - length, 0) if known else 0
+    before = mask[:, :wider].sum(1) if wider else torch.full((batch,), seen, device=first.device)
     return {
         "batch": batch,
         "length": length,
-        "past": past,
         "ids": ids,
         "real": mask[:, -length:].bool() if known else None,
-        "before": mask[:, :past].sum(1) if known else None,
+        "past": wider or seen,
+        "before": before,
     }
 
 
@@ -155,7 +160,7 @@ class Active:
     model: object
     label: str
     edits: list = field(default_factory=list)
-    marks: dict = field(default_factory=dict)
+    marks: dict = field(default_factory=dict)  # shared with the edits, which read it when they run
     paused: bool = False
 
 
@@ -188,6 +193,12 @@ def _forget(active: Active) -> None:
     active.model._edits = [
         edit for edit in active.model._edits if all(edit is not own for own in active.edits)
     ]
+
+
+def can_stop(model) -> bool:
+    """Whether a trace may end early: nnsight fails an edit of the reader that waits for a later module."""
+    ours = [edit for active in _ACTIVE for edit in active.edits]
+    return all(any(edit is own for own in ours) for edit in model._edits)
 
 
 def _guard(active: Active, groups: list[list[dict]]):
@@ -223,8 +234,11 @@ def paused(model) -> Iterator[None]:
 
 
 @contextmanager
-def running(model, marks: dict[str, Tensor]) -> Iterator[None]:
-    """Check that the active contexts are for this model, and tell them the marked positions of the next run."""
+def running(model, marks: dict) -> Iterator[None]:
+    """Check that the active contexts are for this model, and tell them about the batch that runs now.
+
+    ``marks`` holds maps of positions by name, and under ``"past"`` how many tokens the cache already holds.
+    """
     mine = [active for active in _ACTIVE if active.model is model]
     foreign = [active for active in _ACTIVE if active.model is not model]
     if foreign and not mine:

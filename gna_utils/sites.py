@@ -12,7 +12,7 @@ from torch import Tensor
 from .errors import GnaError
 from .forward import encode_prompts, marks
 from .heads import Head
-from .interventions import fingerprints, marked, read_scene
+from .interventions import can_stop, fingerprints, marked, read_scene
 from .mixers.table import SCANS, LayerTable, MixerInfo
 from .remote import backend
 
@@ -108,7 +108,8 @@ def read(model, sites: Sequence[Site], prompts, positions, remote) -> Reading:
                 input_ids=ids, attention_mask=mask, use_cache=False, backend=backend(model, remote)
             ) as tracer:
                 kept = nnsight.save(collect(model, group, where))
-                tracer.stop()
+                if can_stop(model):
+                    tracer.stop()
             for (number, _, _), found in zip(group, kept):
                 values[number].append(found.cpu())
         counts.append(where.sum(1))
