@@ -17,6 +17,7 @@ import vl_convert
 
 from gna_utils import GnaError, charts
 from gna_utils.charts import rows, style
+from gna_utils.tasks.encoding import Encoded
 
 WORDS = {"title": "A title", "description": "What it shows."}
 POINTS = [
@@ -241,6 +242,22 @@ def test_token_texts_use_real_whitespace():
             return {1: " fox", 2: "\n"}[ids[0]]
 
     assert charts.token_texts(Tokenizer(), np.array([1, 2])) == [" fox", "\n"]
+
+
+def test_roles_of_tokens_in_an_encoded_example():
+    encoded = Encoded(
+        input_ids=(0, 11, 12, 13, 21, 22, 23, 11),
+        segments=((1, 4), (4, 7)),
+        summary=(3, 6),
+        query=7,
+        candidate_ids=((12,), (22,)),
+        answer=1,
+        target=1,
+        spans={},
+    )
+    other, right = ["other segment"] * 2, ["right segment"] * 2
+    expected = [None, *other, "summary token", *right, "summary token", "query position"]
+    assert charts.token_roles(encoded) == expected
 
 
 # --- renderers ---

@@ -11,7 +11,7 @@ is what a reader hears who cannot see the chart.
 from .intervals import interval_bars, interval_line
 from .maps import head_grid, heatmap
 from .style import setup
-from .tokens import TokenStrip, show_token, token_strip, token_texts
+from .tokens import TokenStrip, show_token, token_roles, token_strip, token_texts
 
 __all__ = [
     "TokenStrip",
@@ -21,6 +21,7 @@ __all__ = [
     "interval_line",
     "setup",
     "show_token",
+    "token_roles",
     "token_strip",
     "token_texts",
 ]

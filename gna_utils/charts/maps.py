@@ -32,7 +32,7 @@ def heatmap(
     """Draw a square matrix over the tokens of a prompt: row i tells where position i takes its content from.
 
     >>> weights = [[1.0, 0.0], [0.3, 0.7]]
-    >>> chart = heatmap(weights, ["fox", "\\n"], title="A head", description="The newline looks at both tokens.")
+    >>> chart = heatmap(weights, ["fox", "\\n"], title="A head", description="The newline sees both tokens.")
 
     ``matrix`` is (length, length); where all of it above the diagonal is 0, as in a causal model, those cells
     stay empty. Whitespace in ``tokens`` is made visible. ``segments`` holds one name (or None) per token:

@@ -39,6 +39,24 @@ def token_texts(tokenizer, input_ids: Sequence[int]) -> list[str]:
     return [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids]
 
 
+def token_roles(encoded) -> list[str | None]:
+    """Return for each token of an encoded example the part it plays, as names for ``segments``.
+
+    >>> token_strip(texts, token_roles(encoded), title="A prompt", description="...")  # doctest: +SKIP
+
+    The parts are "right segment" (the one that holds the answer), "other segment", "summary token" and
+    "query position"; other tokens, such as a heading, play none.
+    """
+    roles: list[str | None] = [None] * len(encoded.input_ids)
+    for number, (start, stop) in enumerate(encoded.segments):
+        name = "right segment" if number == encoded.target else "other segment"
+        roles[start:stop] = [name] * (stop - start)
+    for position in encoded.summary:
+        roles[position] = "summary token"
+    roles[encoded.query] = "query position"
+    return roles
+
+
 def segment_names(segments: Sequence[str | None] | None, length: int) -> list[str | None]:
     names = [None] * length if segments is None else list(segments)
     if len(names) != length:
@@ -82,7 +100,7 @@ def token_strip(
     """Show the tokens of a prompt as text, each in the colour of its segment or kind.
 
     >>> kinds = ["key", None, "value", None]
-    >>> token_strip(["fox", ":", " lemon", "\\n"], kinds, title="One line", description="A key and its value.")
+    >>> token_strip(["fox", ":", " lemon", "\\n"], kinds, title="A line", description="A key and its value.")
     fox|:|·lemon|↵
 
     ``segments`` holds one name (or None) per token. Spaces and newlines are made visible; a newline also
