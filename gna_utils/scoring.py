@@ -122,6 +122,26 @@ def accuracy(scores: Scores, *, seed: int = 0) -> Estimate:
     return bootstrap(frame["correct"], chance=float((1 / frame["n_candidates"]).mean()), seed=seed)
 
 
+def next_tokens(model, example: Example | Encoded, k: int = 8, *, remote: bool = False) -> pd.DataFrame:
+    """The ``k`` tokens that the model finds most likely after the prompt, with their probabilities.
+
+    >>> next_tokens(model, example, 2)
+        token  probability
+    0     fox        0.412
+    1       a        0.051
+
+    For a look at what a model wants to say when it is none of the candidates. Raises
+    :class:`~gna_utils.errors.GnaError` whenever :func:`~gna_utils.tasks.encode` does.
+    """
+    [batch] = batches(_encoded(model, [example]))
+    [logits] = forward(
+        model, batch.input_ids, batch.attention_mask, positions=batch.query, rows=batch.rows, remote=remote
+    )
+    best = torch.topk(logits.softmax(-1), min(k, logits.shape[-1]))
+    texts = [model.tokenizer.decode([token]) for token in best.indices.tolist()]
+    return pd.DataFrame({"token": texts, "probability": best.values.cpu().numpy()})
+
+
 def window(model) -> int | None:
     """The longest text that the model's positions reach, None where nothing limits it."""
     config = model.config.get_text_config()

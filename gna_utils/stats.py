@@ -47,7 +47,7 @@ class Estimate:
         Raises :class:`~gna_utils.errors.GnaError` when no chance level is known.
         """
         if self.chance is None:
-            raise GnaError("this estimate has no chance level to compare with: give chance=... when you make it.")
+            raise GnaError("this estimate has no chance level to compare with: make it with chance=...")
         if np.isnan(self.low):
             return "not to be told from chance by a single example"
         if self.low > self.chance:

@@ -41,9 +41,9 @@ def test_intervals_cover_the_truth():
 
 def test_same_seed_same_interval_and_no_global_state():
     data = np.random.default_rng(3).random(50)
-    before = np.random.get_state()[1].copy()
+    before = np.random.get_state()[1].copy()  # noqa: NPY002
     assert bootstrap(data, seed=1) == bootstrap(data, seed=1) != bootstrap(data, seed=2)
-    assert (np.random.get_state()[1] == before).all()
+    assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
 
 
 def test_large_samples_are_resampled_in_blocks():

@@ -20,6 +20,11 @@ def lines(example):
     return [example.prompt[s.start : s.end] for s in example.segments]
 
 
+def _global_states():
+    numpy_state = np.random.get_state()[1].tolist()  # noqa: NPY002
+    return numpy_state, random.getstate(), torch.get_rng_state().tolist()
+
+
 def test_plain_prompt_letter_by_letter():
     example = key_value(
         1, 2, tokenizer=bpe.build(), keys=["fox", "cat"], values=["sun", "map"], position="last"
@@ -78,13 +83,11 @@ def test_same_dictionary_in_every_wording_and_at_every_position():
 def test_example_depends_on_seed_and_number_alone():
     tokenizer = bpe.build()
     many = key_value(40, 5, tokenizer=tokenizer, seed=3)
-    np.random.seed(1), random.seed(1), torch.manual_seed(1)
-    state = np.random.get_state()[1].copy(), random.getstate(), torch.get_rng_state()
+    before = _global_states()
     few = key_value(10, 5, tokenizer=tokenizer, seed=3)
     assert few == many[:10]
     assert key_value(10, 5, tokenizer=tokenizer, seed=4) != few
-    assert (np.random.get_state()[1] == state[0]).all() and random.getstate() == state[1]
-    assert torch.equal(torch.get_rng_state(), state[2])
+    assert _global_states() == before
     assert len({example.prompt for example in many}) == 40
 
 
@@ -117,7 +120,7 @@ def test_too_many_pairs_name_the_size_of_the_pool():
     tokenizer = bpe.build()
     limit = len(pool("numbers", "value", tokenizer))
     assert limit == 90 and len(key_value(1, limit, tokenizer=tokenizer, values="numbers")) == 1
-    with pytest.raises(GnaError, match="91 pairs .* 90 values: at most 90 pairs"):
+    with pytest.raises(GnaError, match=r"91 pairs .* 90 values: at most 90 pairs"):
         key_value(1, limit + 1, tokenizer=tokenizer, values="numbers")
     with pytest.raises(GnaError, match="at most 2 pairs"):  # three words are left when two are keys
         key_value(1, 3, tokenizer=tokenizer, keys=["a", "b", "c"], values=["a", "b", "c", "d", "e"])

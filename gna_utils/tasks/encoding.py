@@ -126,10 +126,10 @@ def _encode(example: Example, name: str, tokenizer, lead: list[int], window: int
 
 
 def _characters(tokenizer, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The characters of each token, with the leading spaces that some byte-level tokenizers trim off."""
+    """The characters of each token, with the leading whitespace that some tokenizers leave out."""
     found, end = [], 0
     for token, (start, stop) in zip(tokenizer.convert_ids_to_tokens(ids), offsets):
-        spaces = len(token) - len(token.lstrip("Ġ"))
+        spaces = len(token) - len(token.lstrip("Ġ \t\r\n"))  # "Ġ" is the space of byte-level tokens
         found.append((min(start, max(end, start - spaces)), stop))
         end = stop
     return found
