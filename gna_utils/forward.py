@@ -1,7 +1,7 @@
 """Run a model on a batch: the one place where a plain forward pass is traced.
 
-Batches are right padded, which is exact for every kind of causal model, and the attention mask always goes along:
-without it scan layers would read the padding.
+Batches are right padded, which is exact for every kind of causal model, and the attention mask always goes
+along: without it scan layers would read the padding.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ def forward(
 
     >>> forward(model, batch.input_ids, batch.attention_mask).shape                 # after each last token
     torch.Size([batch, vocabulary])
-    >>> forward(model, ids, mask, positions=torch.tensor([[3, 7], [2, 5]])).shape    # two positions per prompt
+    >>> forward(model, ids, mask, positions=torch.tensor([[3, 7], [2, 5]])).shape   # two positions per prompt
     torch.Size([2, 2, vocabulary])
 
     ``input_ids`` and ``attention_mask`` are (batch, length) integers, padded at the right. ``positions`` is a
-    LongTensor (batch,) or (batch, k), by default the last token of each prompt; the output projection runs on these
-    rows only. Returns float32. Active contexts such as ``ablate`` apply; ``rows``, the encoded examples of the batch,
-    tells them where summary tokens and queries are.
+    LongTensor (batch,) or (batch, k), by default the last token of each prompt; the output projection runs on
+    these rows only. Returns float32. Active contexts such as ``ablate`` apply; ``rows``, the encoded examples
+    of the batch, tells them where summary tokens and queries are.
 
-    ``keep_past=True`` returns ``(logits, past)``; give ``past`` back, with a mask over old and new tokens, to go on
-    after prompts of one length. The model updates the cache in place: copy it to use it twice. ``remote`` as in nnsight.
+    ``keep_past=True`` returns ``(logits, past)``; give ``past`` back, with a mask over old and new tokens, to
+    go on after prompts of one length. The model updates the cache in place: copy it to use it twice.
+    ``remote`` as in nnsight.
 
-    Raises :class:`GnaError` for wrong shapes, left padding, empty rows, a model in training mode, a cache with padding
-    or on a server, and when a context is active on another model.
+    Raises :class:`GnaError` for wrong shapes, left padding, empty rows, a model in training mode, a cache
+    with padding or on a server, and when a context is active on another model.
     """
     require_eval(model)
     _check(input_ids, attention_mask, past, keep_past, remote)
@@ -66,7 +67,14 @@ def forward(
 
 
 def _run(
-    model, input_ids: Tensor, attention_mask: Tensor, picked: Tensor, marked: dict, keep_past: bool, remote, **options
+    model,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    picked: Tensor,
+    marked: dict,
+    keep_past: bool,
+    remote,
+    **options,
 ):
     """One trace; returns logits (batch, k, vocabulary) and the cache."""
     head = _output_head(model)
@@ -93,8 +101,8 @@ def tokens(model, prompts) -> tuple[Tensor, Tensor]:
 
     >>> ids, mask = tokens(model, ["a short one", "and a longer one"])
 
-    ``prompts`` is a text, a list of texts, of examples or of encoded examples, a batch, or a LongTensor of ids.
-    Raises :class:`GnaError` for an empty list, an empty prompt, and anything else.
+    ``prompts`` is a text, a list of texts, of examples or of encoded examples, a batch, or a LongTensor of
+    ids. Raises :class:`GnaError` for an empty list, an empty prompt, and anything else.
     """
     return encode_prompts(model, prompts)[:2]
 
@@ -175,7 +183,8 @@ def _positions(positions: Tensor | None, mask: Tensor, length: int) -> Tensor:
         return mask.long().sum(1) - 1
     if positions.ndim not in (1, 2) or positions.shape[0] != len(mask):
         raise GnaError(
-            f"positions has shape {tuple(positions.shape)}: give ({len(mask)},) or ({len(mask)}, k) for this batch."
+            f"positions has shape {tuple(positions.shape)}: give ({len(mask)},) or ({len(mask)}, k) for this "
+            "batch."
         )
     if positions.min() < 0 or positions.max() >= length:
         raise GnaError(

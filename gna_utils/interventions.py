@@ -1,9 +1,9 @@
 """Changes to a running model that stay in place for a while: what they do, and who is under them.
 
-An intervention is stored as an edit of the nnsight model. Every later ``model.trace`` and ``model.generate`` replays
-it, here or on a server, until the context that made it ends. Nothing is hooked and no weight is touched. The functions
-of the first half run inside the trace, so they use torch only, and plain dictionaries describe what to do: a server
-may have another version of Python, where classes of ours could not be rebuilt.
+An intervention is stored as an edit of the nnsight model. Every later ``model.trace`` and ``model.generate``
+replays it, here or on a server, until the context that made it ends; no weight is touched. The functions of
+the first half run inside the trace, so they use torch only, and plain dictionaries describe what to do: a
+server may have another version of Python, where classes of ours could not be rebuilt.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from .errors import GnaError
 
 
 def run_steps(model, steps: list[dict], marks: dict) -> None:
-    """The body of every edit: carry out ``steps`` in each forward pass of a run (a generation makes several)."""
-    at, finished, seen, end = None, 0, marks.get("past", 0), f"{model.path}.output"
+    """The body of every edit: carry out ``steps`` in each forward pass of a run."""
+    at, finished, seen, prompt, end = None, 0, marks.get("past", 0), None, f"{model.path}.output"
     try:
-        for _ in Iterations()[:]:  # `tracer.iter[:]`, without the tracer, which cannot travel to a server
+        # what `tracer.iter[:]` gives; the tracer itself could not travel to a server
+        for _ in Iterations()[:]:
             at, finished = None, model.interleaver.counts.get(end, 0)
             args, kwargs = model.inputs
             scene = read_scene(args, kwargs, seen)
             seen = scene["past"] + scene["length"]
+            prompt = scene["prompt"] = prompt or scene
             for step in steps:
                 at = step["path"]
                 (bypass if step["action"] == "bypass" else replace)(model, step, scene, marks)
     except OutOfOrderError:
-        # Thrown in at the end of the run. Waiting for one more pass is how this loop ends, and so is a pass that
-        # the user stopped; a pass that went to its end without reaching a module means that nothing was done there.
+        # Thrown in at the end of the run. Waiting for one more pass is how this loop ends, and a pass may
+        # have been stopped; but a pass that went to its end without calling a module was not changed there.
         if at is not None and model.interleaver.counts.get(end, 0) > finished:
             raise GnaError(
-                f"'{at}' was not called in this forward pass, so nothing could be changed there: the model runs "
-                "another path (a fused kernel, or a part of the model alone)."
+                f"'{at}' was not called in this forward pass, so nothing could be changed there: the model "
+                "runs another path (a fused kernel, or a part of the model alone)."
             ) from None
 
 
 def read_scene(args: tuple, kwargs: dict, seen: int = 0) -> dict:
-    """The pass that starts: batch, length, ids, real (the map of real tokens), and how many tokens came before.
+    """The pass that starts: its size, tokens, the map of real ones, and how many came before.
 
-    ``seen`` tokens of the same texts were read in earlier passes; a mask wider than the input says so as well.
+    ``seen`` tokens of the same texts were read in earlier passes; a mask wider than the input says so too.
     """
     ids = kwargs.get("input_ids", args[0] if args else None)
     first = kwargs.get("inputs_embeds") if ids is None else ids
@@ -96,7 +98,7 @@ def marked(positions, scene: dict, marks: dict) -> Tensor | None:
 
 
 def replace(model, step: dict, scene: dict, marks: dict) -> None:
-    """Replace columns of the input of a module: zeros, one vector for all, a donor prompt, or given values."""
+    """Replace columns of a module's input: by zeros, one vector, a donor prompt, or given values."""
     site = model.get(step["path"])
     whole = site.input
     x = whole.reshape(scene["batch"], scene["length"], -1)
@@ -128,8 +130,8 @@ def replacement(step: dict, scene: dict, where: Tensor | None) -> Tensor:
 
 
 def donors(step: dict, scene: dict) -> Tensor:
-    """Which reference prompt each row takes: drawn from seed and tokens, so batches do not change the draw."""
-    names = fingerprints(scene["ids"], scene["real"])
+    """Which reference prompt each row takes: drawn from the seed and the row's prompt, whatever the batch."""
+    names = fingerprints(scene["prompt"]["ids"], scene["prompt"]["real"])
     chosen = (names * 31 + step["seed"] * 7919 + 17) % 2_147_483_629 % len(step["counts"])
     own = step["names"][chosen] == names  # the prompt itself is no other prompt
     return (chosen + own.long()) % len(step["counts"])
@@ -155,7 +157,7 @@ def bypass(model, step: dict, scene: dict, marks: dict) -> None:
 
 @dataclass
 class Active:
-    """One running context: the model, its stored edits, and the marked positions of the batch that runs now."""
+    """One running context: the model, its stored edits, and what they must know of the batch."""
 
     model: object
     label: str
@@ -169,7 +171,7 @@ _ACTIVE: list[Active] = []
 
 @contextmanager
 def applied(model, groups: list[list[dict]], label: str) -> Iterator[object]:
-    """Keep ``groups`` of steps in place; the steps of one group run in the order of the list, groups in any order."""
+    """Keep ``groups`` of steps in place; the model must reach the steps of a group in the listed order."""
     active = Active(model, label)
     active.edits = [_store(model, steps, active.marks) for steps in groups if steps]
     guard = _guard(active, groups)
@@ -189,7 +191,7 @@ def _store(model, steps: list[dict], marks: dict):
 
 
 def _forget(active: Active) -> None:
-    # nnsight's clear_edits would also drop the edits of the user, who may have added some inside the context
+    # nnsight's clear_edits would also drop the edits of the reader, some of them made inside the context
     active.model._edits = [
         edit for edit in active.model._edits if all(edit is not own for own in active.edits)
     ]
@@ -202,7 +204,7 @@ def can_stop(model) -> bool:
 
 
 def _guard(active: Active, groups: list[list[dict]]):
-    """Refuse runs that would silently go around nnsight: plain calls of the wrapped module, traces of a part."""
+    """Refuse runs that would silently go around the edits: plain calls of the module, traces of a part."""
     first = next((steps[0]["path"] for steps in groups if steps), None)
     watched = active.model.get(first)._module if first else torch.nn.Identity()
 
@@ -210,8 +212,8 @@ def _guard(active: Active, groups: list[list[dict]]):
         running = active.model.interleaver.mediators
         if not active.paused and not all(any(one is edit for one in running) for edit in active.edits):
             raise GnaError(
-                f"{active.label} is active, but this run goes around it: use model.trace(...) or model.generate(...) "
-                "of the same nnsight model, or leave the context."
+                f"{active.label} is active, but this run goes around it: use model.trace(...) or "
+                "model.generate(...) of the same nnsight model, or leave the context."
             )
 
     return watched.register_forward_pre_hook(check)
@@ -243,8 +245,8 @@ def running(model, marks: dict) -> Iterator[None]:
     foreign = [active for active in _ACTIVE if active.model is not model]
     if foreign and not mine:
         raise GnaError(
-            f"{foreign[-1].label} is active on another model ({type(foreign[-1].model._module).__name__}): pass that "
-            "model, or leave the context."
+            f"{foreign[-1].label} is active on another model ({type(foreign[-1].model._module).__name__}): "
+            "pass that model, or leave the context."
         )
     for active in mine:
         active.marks.clear()

@@ -40,11 +40,8 @@ def sites_of(
     numbers: dict[MixerInfo, set[int]] = {}
     for head in heads:
         kind = mixer
-        if (
-            where == "scan" and kind is None
-        ):  # in a layer with attention beside the scan, this says which is meant
-            scans = [info for info in table.in_layer(head.layer) if info.kind in SCANS]
-            kind = scans[0].kind if scans else None
+        if where == "scan" and kind is None:  # says which is meant where attention stands beside the scan
+            kind = next((info.kind for info in table.in_layer(head.layer) if info.kind in SCANS), None)
         numbers.setdefault(table.find(head, kind), set()).add(head.head)
     return [
         Site(info, tuple(sorted(numbers[info])), _path(info, where))
@@ -57,7 +54,7 @@ def _path(info: MixerInfo, where: str) -> str:
         return f"{info.path}.{info.out_proj}"
     if info.norm is None:
         raise GnaError(
-            f"{info} has no norm between heads and {info.out_proj}, so where='scan' is not another place than "
+            f"{info} has no norm between heads and {info.out_proj}, so where='scan' is no other place than "
             "where='out_proj': use that."
         )
     return f"{info.path}.{info.norm}"
@@ -79,8 +76,8 @@ def grouped(items: Sequence[Site]) -> list[list[Site]]:
 class Reading:
     """Values of heads at the marked positions of prompts.
 
-    ``values`` holds one tensor (marked positions of all prompts, columns) per site, ``counts`` the number of marked
-    positions of each prompt, ``names`` its fingerprint.
+    ``values`` holds one tensor (marked positions of all prompts, columns) per site, ``counts`` the number of
+    marked positions of each prompt, ``names`` its fingerprint.
     """
 
     values: list[Tensor]

@@ -1,8 +1,8 @@
 """Change what a model does while it runs: remove heads, rows of attention maps or layers, or patch heads.
 
-Every context is an nnsight edit of the model: all functions of this package, and the reader's own ``model.trace``
-and ``model.generate``, see the changed model inside it, and the plain one after it. With ``remote=True`` the edit
-travels with the request.
+Every context is an nnsight edit of the model: all functions of this package, and the reader's own
+``model.trace`` and ``model.generate``, see the changed model inside it, and the plain one after it. With
+``remote=True`` the edit travels with the request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .forward import encode_prompts, forward, require_eval
 from .heads import Head, parse_heads
 from .interventions import applied, paused
 from .mixers.table import KINDS as MIXERS
-from .mixers.table import LayerTable, layers
+from .mixers.table import LayerTable
+from .mixers.table import layers as table_of
 from .sites import Site, chunks, grouped, positions_map, read, sites_of
 
 KINDS = ("zero", "mean", "resample")
@@ -45,9 +46,10 @@ def ablate(
     >>> with ablate(model, "L17H24", kind="mean", reference=other_examples, positions="query"):
     ...     logits = forward(model, ids, mask)
 
-    What is replaced is the head's slice of the *input* of the output projection, so ``zero`` equals zeroing the
-    head's columns of that projection (as the paper does; a bias stays). ``where="scan"`` replaces the output of
-    the scan instead, before the gated norm, through which the other heads of the layer are rescaled.
+    What is replaced is the head's slice of the *input* of the output projection, so ``zero`` equals zeroing
+    the head's columns of that projection (as the paper does; a bias stays). ``where="scan"`` replaces the
+    output of the scan instead, before the gated norm, through which the other heads of the layer are
+    rescaled.
 
     - ``zero``: nothing is left of the head.
     - ``mean``: its mean over the marked positions of the ``reference`` prompts (over all their tokens for
@@ -56,20 +58,21 @@ def ablate(
       k-th, or its last. Which prompt is drawn from ``seed`` and the tokens, whatever the batch.
 
     ``positions``: ``"all"``; the ``"query"`` (the last token of a prompt); the ``"summary"`` tokens of its
-    segments; the ``"key"`` or ``"value"`` asked for; or a map, a BoolTensor (batch, length) or (length,). Named
-    positions lie in the prompt: what is generated after it is left alone, unless ``"all"``. The order of heads
-    does not matter, and contexts nest. ``mixer`` names the kind of mixer where a layer holds two. The reference
-    runs on the plain model, on the server with ``remote``.
+    segments; the ``"key"`` or ``"value"`` asked for; or a map, a BoolTensor (batch, length) or (length,).
+    Named positions lie in the prompt: what is generated after it is left alone, unless ``"all"``. The order
+    of heads does not matter, and contexts nest. ``mixer`` names the kind of mixer where a layer holds two.
+    The reference runs on the plain model, on the server with ``remote``.
 
-    Raises :class:`GnaError` for a head that does not exist, an ambiguous layer, a map of the wrong shape, segment
-    positions of plain texts, a missing reference, and a run that would go around the intervention. Source:
-    zeroing as in the notebook of the Gather-and-Aggregate paper; mean and resample as in causal scrubbing.
+    Raises :class:`GnaError` for a head that does not exist, an ambiguous layer, a map of the wrong shape,
+    segment positions of plain texts, a missing reference, and a run that would go around the intervention.
+    Source: zeroing as in the notebook of the Gather-and-Aggregate paper; mean and resample as in causal
+    scrubbing.
     """
     _choice("kind", kind, KINDS)
     _choice("where", where, ("out_proj", "scan"))
     _check_positions(positions)
     require_eval(model)
-    found = sites_of(layers(model), parse_heads(heads), mixer, where)
+    found = sites_of(table_of(model), parse_heads(heads), mixer, where)
     values = {} if kind == "zero" else _reference(model, found, kind, positions, reference, seed, remote)
     with _applied(model, found, {"kind": kind, "positions": positions}, values, f"ablate({_names(found)})"):
         yield model
@@ -77,7 +80,7 @@ def ablate(
 
 @contextmanager
 def keep_only(
-    model, heads, layers_: Iterable[int] | None = None, *, mixer: str | None = None
+    model, heads, layers: Iterable[int] | None = None, *, mixer: str | None = None
 ) -> Iterator[object]:
     """Zero every head except ``heads``: in the layers given, else in the whole model.
 
@@ -85,11 +88,12 @@ def keep_only(
     ...     minimal = score(model, examples)
 
     ``mixer`` limits it to one kind of mixer, for example the attention heads of a hybrid. An empty list keeps
-    none. Ablation as :func:`ablate` with ``kind="zero"``. Raises :class:`GnaError` for heads that do not exist.
+    none. Ablation as :func:`ablate` with ``kind="zero"``. Raises :class:`GnaError` for heads that do not
+    exist.
     """
     require_eval(model)
-    table = layers(model)
-    chosen = range(table.n_layers) if layers_ is None else _layers(table, layers_)
+    table = table_of(model)
+    chosen = range(table.n_layers) if layers is None else _layers(table, layers)
     if mixer is not None:
         _choice("mixer", mixer, MIXERS)
     kept = {(site.mixer, n) for site in sites_of(table, _heads(heads), mixer) for n in site.heads}
@@ -110,13 +114,13 @@ def mask_rows(model, heads=None, positions: str | Tensor = "query") -> Iterator[
     >>> with mask_rows(model, positions="summary"):          # all attention heads of a hybrid
     ...     blocked = score(model, examples)
 
-    ``heads`` are attention heads, by default all of the model. A row of zeros gives a head output of exactly 0,
-    unlike scores of zero, which would average over everything, the future included. ``positions`` and errors as
-    in :func:`ablate`. Source: the paper's experiment on Zamba2 (delegation to attention).
+    ``heads`` are attention heads, by default all of the model. A row of zeros gives a head output of exactly
+    0, unlike scores of zero, which would average over everything, the future included. ``positions`` and
+    errors as in :func:`ablate`. Source: the paper's experiment on Zamba2 (delegation to attention).
     """
     _check_positions(positions)
     require_eval(model)
-    table = layers(model)
+    table = table_of(model)
     if heads is None:
         attention = [info for info in table if info.kind == "attention"]
         if not attention:
@@ -131,18 +135,18 @@ def mask_rows(model, heads=None, positions: str | Tensor = "query") -> Iterator[
 
 
 @contextmanager
-def drop_layers(model, layers_: int | Iterable[int]) -> Iterator[object]:
+def drop_layers(model, layers: int | Iterable[int]) -> Iterator[object]:
     """Take layers out: the residual stream passes them unchanged.
 
     >>> with drop_layers(model, [16]):
     ...     without = score(model, examples)
 
-    A dropped layer still runs, so that caches stay in step, and its output is discarded: this costs the time of
-    the whole model. Raises :class:`GnaError` for layers that do not exist.
+    A dropped layer still runs, so that caches stay in step, and its output is discarded: this costs the time
+    of the whole model. Raises :class:`GnaError` for layers that do not exist.
     """
     require_eval(model)
-    table = layers(model)
-    chosen = _layers(table, layers_)
+    table = table_of(model)
+    chosen = _layers(table, layers)
     steps = [{"action": "bypass", "path": table.layer_path(layer)} for layer in chosen]
     with applied(model, [steps], f"drop_layers({chosen})"):
         yield model
@@ -157,7 +161,7 @@ def keep_layers(model, n: int) -> Iterator[object]:
 
     Raises :class:`GnaError` unless ``1 <= n <=`` the number of layers.
     """
-    total = layers(model).n_layers
+    total = table_of(model).n_layers
     if not 1 <= n <= total:
         raise GnaError(f"{n} layers cannot be kept of {total}: give a number from 1 to {total}.")
     with drop_layers(model, range(n, total)):
@@ -180,9 +184,9 @@ def patch(
     >>> swapped = patch(model, "L17H24", examples, other_examples, positions="summary")
     >>> (swapped - forward(model, ids, mask)).abs().max()     # > 0 only if the head carries what differs
 
-    At the marked positions, the k-th of a prompt takes the donor's k-th. ``positions`` as in :func:`ablate`, for
-    prompts and donors alike; a pair of maps marks them separately. Returns float32 (batch, vocabulary) after the
-    last token of each prompt. Active contexts apply to both.
+    At the marked positions, the k-th of a prompt takes the donor's k-th. ``positions`` as in :func:`ablate`,
+    for prompts and donors alike; a pair of maps marks them separately. Returns float32 (batch, vocabulary)
+    after the last token of each prompt. Active contexts apply to both.
 
     Raises :class:`GnaError` when the numbers of prompts or of marked positions differ, naming the prompt.
     """
@@ -190,7 +194,7 @@ def patch(
     here, there = positions if isinstance(positions, tuple) else (positions, positions)
     for one in (here, there):
         _check_positions(one)
-    found = sites_of(layers(model), parse_heads(heads), mixer)
+    found = sites_of(table_of(model), parse_heads(heads), mixer)
     ids, mask, rows = encode_prompts(model, prompts)
     given = read(model, found, donors, there, remote)
     counts = positions_map(here, ids, mask, rows).sum(1)
@@ -228,7 +232,7 @@ def _reference(
     with paused(model):
         found = read(model, sites, prompts, "all" if isinstance(positions, Tensor) else positions, remote)
     if kind == "mean":
-        return {site: {"value": values.mean(0)} for site, values in zip(sites, found.values)}
+        return {site: {"value": values.float().mean(0)} for site, values in zip(sites, found.values)}
     if len(found.counts) < 2:
         raise GnaError("kind='resample' needs at least two reference prompts: one may be the prompt itself.")
     shared = {"counts": found.counts, "names": found.names, "seed": seed}
@@ -258,7 +262,8 @@ def _check_donors(counts: Tensor, donors: Tensor) -> None:
     for i, (own, other) in enumerate(zip(counts.tolist(), donors.tolist())):
         if own != other or not own:
             raise GnaError(
-                f"prompt {i} has {own} marked positions and its donor {other}: both need the same number, at least 1."
+                f"prompt {i} has {own} marked positions and its donor {other}: both need the same number, "
+                "at least 1."
             )
 
 
@@ -266,8 +271,8 @@ def _check_positions(positions) -> None:
     if isinstance(positions, Tensor):
         if positions.dtype != torch.bool or positions.ndim not in (1, 2):
             raise GnaError(
-                f"positions is a map of shape {tuple(positions.shape)} and type {positions.dtype}: give a BoolTensor "
-                "(batch, length) or (length,)."
+                f"positions is a map of shape {tuple(positions.shape)} and type {positions.dtype}: give a "
+                "BoolTensor (batch, length) or (length,)."
             )
         return
     _choice("positions", positions, POSITIONS, " or a BoolTensor (batch, length)")

@@ -5,15 +5,24 @@ from __future__ import annotations
 import copy
 import types
 
-import nnsight
 import numpy as np
 import pytest
 import tiny
 import torch
+from nnsight.intervention import serialization
+from nnsight.intervention.backends.local import LocalSimulationBackend
 
-from gna_utils import GnaError, Head, ablate, drop_layers, keep_layers, keep_only, key_value, layers, mask_rows
-from gna_utils.forward import forward, tokens
-from gna_utils.tasks import batches, encode
+from gna_utils import (
+    GnaError,
+    Head,
+    ablate,
+    drop_layers,
+    keep_layers,
+    keep_only,
+    layers,
+    mask_rows,
+)
+from gna_utils.forward import forward
 
 IDS = tiny.ids(3, 11)
 LENGTHS = torch.tensor([4, 9, 11])
@@ -24,11 +33,6 @@ PLACES = [(family, i) for family in tiny.FAMILIES for i in range(sum(len(k) for 
 
 def run(model, **options):
     return forward(model, IDS, MASK, **options)
-
-
-def everywhere(model):
-    """Logits at every position, (3, 11, 64)."""
-    return forward(model, IDS, MASK, positions=torch.arange(11).expand(3, 11))
 
 
 def with_zeroed_columns(hf_model, mixer, heads):
@@ -96,7 +100,7 @@ def test_stays_causal_and_the_slice_is_zero(tiny_model, family):
 
 
 def test_grouped_queries(tiny_model):
-    """Head width is not hidden size / heads, and a kv head serves its own query heads (TransformerLens 980)."""
+    """A head is not hidden size / heads wide, and kv heads serve their own queries (TransformerLens 980)."""
     model, hf_model, _ = tiny_model("llama")
     attention = hf_model.model.layers[0].self_attn
     with model.trace(input_ids=IDS, attention_mask=MASK):
@@ -116,7 +120,7 @@ def test_grouped_queries(tiny_model):
 
 
 def test_shared_weights_do_not_carry_an_ablation_to_other_layers(tiny_model):
-    """Zamba2 shares attention weights: zeroing them in layer 1 also changes layer 3, a stored edit must not."""
+    """Zamba2 shares attention weights: zeroed in layer 1 they change layer 3 too; an edit must not."""
     model, hf_model, _ = tiny_model("zamba2")
     first, second = (hf_model.model.layers[i].shared_transformer.self_attn.o_proj for i in (1, 3))
     assert first.weight.data_ptr() == second.weight.data_ptr()
@@ -131,7 +135,9 @@ def test_shared_weights_do_not_carry_an_ablation_to_other_layers(tiny_model):
     assert (ablated - leaked).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["mamba2", "bamba", "zamba2", "falcon_h1", "nemotron_h", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "family", ["mamba2", "bamba", "zamba2", "falcon_h1", "nemotron_h", "granitemoehybrid"]
+)
 def test_before_the_gated_norm_is_another_place(tiny_model, family):
     """The norm between scan and projection rescales the other heads (transformers pull request 35943)."""
     model, hf_model, _ = tiny_model(family)
@@ -193,7 +199,7 @@ def test_readers_own_traces_and_generation_see_it(tiny_model):
 
 def test_several_prompts_of_a_reader_are_left_alone_by_the_batching(tiny_model):
     """Prompts of a trace are padded by nnsight, possibly at the left: the query is found from the mask."""
-    model, hf_model, _ = tiny.build("llama")
+    model = tiny.build("llama")[0]
     for side in ("left", "right"):
         model.tokenizer.padding_side = side
         with ablate(model, "L1H2", positions="query"), model.trace(["w1 w2 w3 w4 w5", "w6 w7"]):
@@ -278,247 +284,25 @@ def test_edits_of_the_reader_inside_the_context_stay(tiny_model):
     model.clear_edits()
 
 
-# ---- positions ----
-
-
-@pytest.fixture(scope="module")
-def examples():
-    words = [f"w{i}" for i in range(1, 60)]
-    return key_value(4, 3, tokenizer=tiny.tokenizer(), seed=1, keys=words[:29], values=words[29:])
-
-
-def test_positions_choose_what_is_ablated(tiny_model):
-    model, _, _ = tiny_model("llama")
-    where = torch.zeros(3, 11, dtype=torch.bool)
-    where[torch.arange(3), LENGTHS - 1] = True
-    plain = everywhere(model)
-    with ablate(model, "L0H1", positions="query"):
-        query = everywhere(model)
-    with ablate(model, "L0H1", positions=where):
-        assert torch.equal(everywhere(model), query)
-    with ablate(model, "L0H1", positions=where[2]):
-        last = everywhere(model)
-    for i, n in enumerate(LENGTHS.tolist()):
-        assert torch.equal(query[i, : n - 1], plain[i, : n - 1])
-        assert (query[i, n - 1] - plain[i, n - 1]).abs().max() > 1e-3
-        assert torch.equal(last[i, :10], plain[i, :10])
-
-
-@pytest.mark.parametrize("name", ["summary", "value", "key", "query"])
-def test_positions_by_name_come_from_the_examples(tiny_model, examples, name):
-    model, _, _ = tiny_model("llama")
-    rows = encode(examples, model.tokenizer)
-    ids, mask = tokens(model, rows)
-    where = torch.zeros(ids.shape, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        span = row.spans.get(name, (0, 0))
-        where[i, list({"summary": row.summary, "query": [row.query]}.get(name, range(*span)))] = True
-    with ablate(model, "L0H0", positions=where):
-        expected = forward(model, ids, mask)
-    with ablate(model, "L0H0", positions=name):
-        assert torch.equal(forward(model, ids, mask, rows=rows), expected)
-        assert torch.equal(forward(model, ids, mask, rows=rows, remote="local"), expected)
-        (batch,) = batches(rows)
-        again = forward(model, batch.input_ids, batch.attention_mask, rows=batch.rows)
-    assert torch.allclose(again[torch.tensor(batch.index).argsort()], expected, atol=1e-5)
-    assert (forward(model, ids, mask) - expected).abs().max() > 1e-4
-
-
-def test_segment_positions_of_plain_text_are_refused(tiny_model):
-    model, _, _ = tiny_model("llama")
-    with ablate(model, "L0H0", positions="summary"):
-        with pytest.raises(GnaError, match="'summary' is only known for examples with marked segments"):
-            run(model)
-        with pytest.raises(GnaError, match="'summary' is only known"), model.trace("w1 w2"):
-            model.output.logits.save()
-
-
-def test_named_positions_end_with_the_prompt(tiny_model):
-    model, hf_model, _ = tiny_model("llama")
-    attention = model.model.layers[0].self_attn
-    zero = {}
-    for positions in ("query", "all"):
-        with ablate(model, "L0H1", positions=positions):
-            with model.generate(IDS[2:], max_new_tokens=4, min_new_tokens=4) as tracer:
-                sites = nnsight.save([])
-                for _ in tracer.iter[:4]:
-                    sites.append(attention.o_proj.input[0, -1, 16:32])
-        zero[positions] = [bool((site == 0).all()) for site in sites]
-    assert zero == {"query": [True, False, False, False], "all": [True] * 4}
-
-
-# ---- mean and resample ----
-
-REFERENCE = ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9 w10 w11"]
-
-
-def head_inputs(model, prompts, path="model.layers.0.self_attn.o_proj", columns=slice(16, 32)):
-    """The head's values in single runs of each prompt, without padding."""
-    found = []
-    for prompt in prompts:
-        with model.trace(input_ids=tokens(model, prompt)[0]):
-            found.append(model.get(path).input[0, :, columns].save())
-    return found
-
-
-def test_mean_is_one_vector_over_all_real_tokens(tiny_model):
-    """Padding of the reference must not enter the mean."""
-    model, _, _ = tiny_model("llama")
-    mean = torch.cat(head_inputs(model, REFERENCE)).mean(0)
-    with ablate(model, "L0H1", kind="mean", reference=REFERENCE):
-        (site,) = head_inputs(model, ["w20 w21 w22"])
-        ablated, remote = run(model), run(model, remote="local")
-    assert torch.allclose(site, mean.expand(4, 16), atol=1e-6)
-    assert torch.equal(ablated, remote) and (ablated - run(model)).abs().max() > 1e-3
-
-
-def test_mean_at_the_query_is_the_mean_of_queries(tiny_model):
-    model, _, _ = tiny_model("llama")
-    mean = torch.stack([values[-1] for values in head_inputs(model, REFERENCE)]).mean(0)
-    plain = head_inputs(model, ["w20 w21 w22"])[0]
-    with ablate(model, "L0H1", kind="mean", reference=REFERENCE, positions="query"):
-        (site,) = head_inputs(model, ["w20 w21 w22"])
-    assert torch.equal(site[:-1], plain[:-1]) and torch.allclose(site[-1], mean, atol=1e-6)
-
-
-def test_reference_runs_on_the_plain_model(tiny_model):
-    model, _, _ = tiny_model("llama")
-    with ablate(model, "L1H0", kind="mean", reference=REFERENCE), ablate(model, "L0H1"):
-        inner = run(model)
-    with ablate(model, "L0H1"), ablate(model, "L1H0", kind="mean", reference=REFERENCE):
-        assert torch.equal(run(model), inner)
-
-
-def test_resample_takes_another_prompt_and_repeats_with_the_seed(tiny_model):
-    model, _, _ = tiny_model("llama")
-    donors = head_inputs(model, REFERENCE)
-
-    def donor_of(values):
-        """Which reference prompt these values come from; beyond its end, its last token."""
-        matches = []
-        for number, donor in enumerate(donors):
-            index = torch.arange(len(values)).clamp(max=len(donor) - 1)
-            matches += [number] if torch.allclose(values, donor[index], atol=1e-6) else []
-        return matches
-
-    prompts = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4}" for i in range(20, 40)]
-    chosen = {}
-    for seed in (0, 0, 1):
-        with ablate(model, "L0H1", kind="resample", reference=REFERENCE, seed=seed):
-            found = [donor_of(values) for values in head_inputs(model, prompts)]
-            own = [donor_of(values) for values in head_inputs(model, REFERENCE)]
-        assert all(len(matches) == 1 for matches in found)
-        assert all(number not in matches for number, matches in enumerate(own))
-        chosen.setdefault(seed, []).append(found)
-    assert chosen[0][0] == chosen[0][1] != chosen[1][0]
-    assert len({tuple(matches) for matches in chosen[0][0]}) == 3
-
-
-def test_resample_does_not_depend_on_the_batch(tiny_model):
-    model, _, _ = tiny_model("mamba2")
-    with ablate(model, "L0H1, L1H2", kind="resample", reference=REFERENCE, seed=3):
-        together, remote = run(model), run(model, remote="local")
-        alone = [forward(model, IDS[i : i + 1, :n], MASK[i : i + 1, :n]) for i, n in enumerate(LENGTHS.tolist())]
-    assert torch.allclose(together, torch.cat(alone), atol=1e-5) and torch.equal(together, remote)
-
-
-# ---- keep, mask, drop ----
-
-
-def test_keep_only_leaves_the_named_heads(tiny_model):
-    model, _, _ = tiny_model("falcon_h1")
-    with ablate(model, "L0H0, L0H2, L0H3, L1H0, L1H1, L1H2, L1H3", mixer="attention"):
+def test_edit_that_travelled_by_value(tiny_model):
+    """A server has no copy of this package: what the edit needs must be packed with it."""
+    model, _, _ = tiny.build("zamba2")
+    with ablate(
+        model, "L1H0, L3H1", mixer="attention", kind="mean", reference=["w1 w2", "w3"], positions="query"
+    ):
         expected = run(model)
-    with keep_only(model, "L0H1", mixer="attention"):
-        assert torch.equal(run(model), expected)
-        assert torch.equal(run(model, remote="local"), expected)
-    with ablate(model, "L1H0, L1H2", mixer="attention"):
-        expected = run(model)
-    with keep_only(model, "L1H1, L1H3", [1], mixer="attention"):
-        assert torch.equal(run(model), expected)
-    with keep_only(model, [], [1]):
-        nothing = run(model)
-        with model.trace(input_ids=IDS, attention_mask=MASK):
-            ssd = model.model.layers[1].mamba.out_proj.input.save()
-            attention = model.model.layers[1].self_attn.o_proj.input.save()
-    assert not ssd.any() and not attention.any() and torch.isfinite(nothing).all()
+        packed = serialization.dumps(model._edits[-1])
+    backend = LocalSimulationBackend(model)
+    hidden = backend._hide_local_modules()
+    try:
+        edit = serialization.loads(packed, model._remoteable_persistent_objects())
+    finally:
+        backend._restore(hidden)
 
-
-def test_mask_rows_of_all_attention_heads(tiny_model):
-    """The delegation experiment: no attention head of a hybrid reads anything at the chosen positions."""
-    model, hf_model, _ = tiny_model("zamba2")
-    where = torch.zeros(3, 11, dtype=torch.bool)
-    where[:, 2] = True
-    with mask_rows(model, positions=where):
-        masked, remote = run(model), run(model, remote="local")
-
-    def zero(module, args):
-        args[0][:, 2] = 0
-
-    handles = [
-        hf_model.model.layers[i].shared_transformer.self_attn.o_proj.register_forward_pre_hook(zero) for i in (1, 3)
-    ]
-    expected = run(model)
-    for handle in handles:
-        handle.remove()
-    assert torch.equal(masked, expected) and torch.equal(masked, remote)
-    assert (masked - run(model)).abs().max() > 1e-3
-    with mask_rows(model, "L3H0", where), ablate(model, "L3H0", mixer="attention", positions=where):
-        once = run(model)
-    with mask_rows(model, "L3H0", where):
-        assert torch.equal(run(model), once)
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_dropped_layer_passes_the_residual_on(tiny_model, family):
-    model, hf_model, _ = tiny_model(family)
-    table = layers(model)
-    stack = hf_model.get_submodule(table.list_path)
-    plain = run(model)
-
-    def through(module, args, kwargs, output):
-        hidden = args[0] if args else kwargs["hidden_states"]
-        return hidden if torch.is_tensor(output) else (hidden, *output[1:])
-
-    handle = stack[1].register_forward_hook(through, with_kwargs=True)
-    expected = run(model)
-    handle.remove()
-    with drop_layers(model, 1):
-        assert torch.equal(run(model), expected)
-        assert torch.equal(run(model, remote="local"), expected)
-    with drop_layers(model, range(1, table.n_layers)):
-        expected = run(model)
-    with keep_layers(model, 1):
-        assert torch.equal(run(model), expected)
-    with keep_layers(model, table.n_layers):
-        assert torch.equal(run(model), plain)
-    assert (plain - expected).abs().max() > 1e-3
-
-
-def test_dropped_layers_equal_a_shorter_model():
-    model, hf_model, _ = tiny.build("llama", num_hidden_layers=4)
-    shorter = copy.deepcopy(hf_model)
-    shorter.model.layers = torch.nn.ModuleList([shorter.model.layers[i] for i in (0, 2)])
-    with drop_layers(model, [3, 1]):
-        dropped = run(model)
-        with model.generate(IDS[2:], max_new_tokens=6, do_sample=False) as tracer:
-            ids = tracer.result.save()
-    expected = shorter(IDS, attention_mask=MASK, use_cache=False).logits[torch.arange(3), LENGTHS - 1]
-    assert (dropped - expected).abs().max() <= 2e-6
-    for i, layer in enumerate(shorter.model.layers):
-        layer.self_attn.layer_idx = i
-    shorter.config.num_hidden_layers = 2
-    assert torch.equal(ids, shorter.generate(IDS[2:], max_new_tokens=6, do_sample=False))
-
-
-def test_ablating_a_head_of_a_dropped_layer_changes_nothing(tiny_model):
-    model, _, _ = tiny_model("jamba")
-    with drop_layers(model, 1):
-        dropped = run(model)
-        with ablate(model, "L1H0"):
-            assert torch.equal(run(model), dropped)
-    with ablate(model, "L1H0"), drop_layers(model, 1):
-        assert torch.equal(run(model), dropped)
+    model._edits = [edit]
+    assert torch.equal(run(model), expected)
+    model.clear_edits()
+    assert not torch.equal(run(model), expected)
 
 
 # ---- errors ----
@@ -553,9 +337,9 @@ def test_errors(tiny_model, call, words):
 
 def test_maps_of_the_wrong_shape(tiny_model):
     model, _, _ = tiny_model("llama")
-    with ablate(model, "L0H0", positions=torch.ones(2, 11, dtype=torch.bool)):
-        with pytest.raises(GnaError, match=r"shape \(2, 11\), but this batch has 3 prompts of 11 tokens"):
-            run(model)
+    wrong = r"shape \(2, 11\), but this batch has 3 prompts of 11 tokens"
+    with ablate(model, "L0H0", positions=MASK[:2] > 0), pytest.raises(GnaError, match=wrong):
+        run(model)
 
 
 def test_no_attention_to_mask(tiny_model):

@@ -1,4 +1,4 @@
-"""One forward pass: right padding is exact, the mask always goes along, and only the rows asked for are projected."""
+"""One forward pass: padding is exact, the mask goes along, only the rows asked for are projected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_positions_choose_rows_of_the_full_logits(tiny_model, family):
 
 @pytest.mark.parametrize("family", SCANS)
 def test_state_is_carried_across_chunks(tiny_model, family):
-    """Scan states were lost between chunks on the CPU (transformers issues 34817, 47246); chunks have 4 tokens."""
+    """Scan states were lost between chunks, which have 4 tokens here (transformers issues 34817, 47246)."""
     model, hf_model, _ = tiny_model(family)
     ids = tiny.ids(1, 11, seed=5)
     found = forward(model, ids, torch.ones_like(ids), positions=torch.arange(11)[None])[0]
@@ -101,22 +101,28 @@ def test_mask_always_goes_along_and_only_asked_rows_are_projected(tiny_model):
 
 
 def test_padding_side_of_the_tokenizer_does_not_matter():
-    """Reading the last column instead of the last token gives another answer on one side (nnsight issue 234)."""
+    """The last column is not the last token of a prompt on one of the sides (nnsight issue 234)."""
     model, hf_model, tokenizer = tiny.build("gpt2")
     prompts = ["w1 w2 w3 w4 w5 w6", "w7"]
-    expected = torch.stack([last_logits(hf_model, torch.tensor(tokenizer(text)["input_ids"])) for text in prompts])
+    expected = torch.stack(
+        [last_logits(hf_model, torch.tensor(tokenizer(text)["input_ids"])) for text in prompts]
+    )
     for side in ("left", "right"):
         tokenizer.padding_side = side
         assert (forward(model, *tokens(model, prompts)) - expected).abs().max() <= 1e-5
 
 
 def test_tokens_of_every_kind_of_prompt(tiny_model):
-    model, _, tokenizer = tiny_model("llama")
+    model = tiny_model("llama")[0]
     ids, mask = tokens(model, ["w1 w2 w3", "w4"])
     assert ids.tolist() == [[1, 4, 5, 6], [1, 7, 0, 0]] and mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert tokens(model, "w1")[0].tolist() == [[1, 4]]
     assert tokens(model, torch.tensor([3, 4]))[1].tolist() == [[1, 1]]
-    for wrong, words in (([], "no prompt"), ([7], "int is not a prompt"), ([torch.tensor(1), 2], "is not a prompt")):
+    for wrong, words in (
+        ([], "no prompt"),
+        ([7], "int is not a prompt"),
+        ([torch.tensor(1), 2], "is not a prompt"),
+    ):
         with pytest.raises(GnaError, match=words):
             tokens(model, wrong)
 
@@ -181,17 +187,17 @@ def test_works_from_code_without_a_source_file(tiny_model):
 
 def in_a_new_process(code: str) -> str:
     """Run code in a fresh interpreter: memory of other tests must not be counted."""
-    set_up = """
+    set_up = f"""
         import os, resource, sys
         import psutil, torch
-        sys.path.insert(0, {here!r})
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
         import tiny
         from gna_utils import ablate
         from gna_utils.forward import forward
         torch.set_num_threads(1)
         rss = lambda: psutil.Process().memory_info().rss / 2**20
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    """.format(here=str(Path(__file__).parent))
+    """
     script = textwrap.dedent(set_up) + textwrap.dedent(code)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -108,10 +108,11 @@ def test_model_without_known_mixer_lists_what_was_found():
 
 
 @pytest.mark.parametrize(
-    ("version", "refused"), [("5.5.4", False), ("5.6.0", True), ("5.10.2", True), ("5.13.0", True), ("5.14.0", False)]
+    ("version", "refused"),
+    [("5.5.4", False), ("5.6.0", True), ("5.10.2", True), ("5.13.0", True), ("5.14.0", False)],
 )
 def test_known_bad_transformers_are_refused_for_scan_models(tiny_model, monkeypatch, version, refused):
-    """Between these versions the scan state was not carried from chunk to chunk (transformers issue 47246)."""
+    """These versions did not carry the scan state from chunk to chunk (transformers issue 47246)."""
     monkeypatch.setattr(transformers, "__version__", version)
     assert layers(tiny_model("llama")[0])
     if not refused:

@@ -26,6 +26,30 @@ def plain(model, prompts):
     return forward(model, ids, mask)
 
 
+def places(row, name):
+    return {"summary": list(row.summary), "query": [row.query]}.get(name) or list(range(*row.spans[name]))
+
+
+def by_hand(hf_model, row, donor, here, there):
+    """Logits of one prompt with L0H1 and L1H3 taken from one donor, by plain hooks on a plain model."""
+    chosen = {hf_model.model.layers[0].self_attn.o_proj: slice(16, 32)}
+    chosen[hf_model.model.layers[1].self_attn.o_proj] = slice(48, 64)
+    kept = {}
+
+    def store(module, args):
+        kept[module] = args[0][:, there, chosen[module]].clone()
+
+    def write(module, args):
+        args[0][:, here, chosen[module]] = kept[module]
+
+    for action, ids in ((store, donor.input_ids), (write, row.input_ids)):
+        handles = [projection.register_forward_pre_hook(action) for projection in chosen]
+        logits = hf_model(torch.tensor([ids])).logits[0, -1]
+        for handle in handles:
+            handle.remove()
+    return logits
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_own_activations_change_nothing_and_others_do(tiny_model, examples, family):
     """A patch that silently does nothing looks like a head without effect (nnsight issue 143)."""
@@ -49,26 +73,7 @@ def test_equals_writing_the_donors_values_in_by_hand(tiny_model, examples, posit
     assert torch.equal(patched, patch(model, "L1H3, L0H1", own, other, positions=positions))
     assert torch.equal(patched, patch(model, "L0H1, L1H3", own, other, positions=positions, remote="local"))
     for i, (row, donor) in enumerate(zip(own, other)):
-        places = [
-            list({"summary": one.summary, "query": [one.query]}.get(positions, range(*one.spans.get(positions, (0, 0)))))
-            for one in (row, donor)
-        ]
-        kept, handles = {}, []
-
-        def store(module, args, kept=kept, places=places):
-            kept[module] = args[0][:, places[1]].clone()
-
-        def write(module, args, kept=kept, places=places):
-            columns = {0: slice(16, 32), 1: slice(48, 64)}[0 if module is projections[0] else 1]
-            args[0][:, places[0], columns] = kept[module][..., columns]
-
-        projections = [hf_model.model.layers[i].self_attn.o_proj for i in (0, 1)]
-        handles = [projection.register_forward_pre_hook(store) for projection in projections]
-        hf_model(torch.tensor([donor.input_ids]))
-        [handle.remove() for handle in handles]
-        handles = [projection.register_forward_pre_hook(write) for projection in projections]
-        expected = hf_model(torch.tensor([row.input_ids])).logits[0, -1]
-        [handle.remove() for handle in handles]
+        expected = by_hand(hf_model, row, donor, places(row, positions), places(donor, positions))
         assert (patched[i] - expected).abs().max() <= 1e-5
 
 
@@ -105,7 +110,12 @@ def test_active_contexts_apply_to_both_sides(tiny_model, examples):
         (["w1 w2"], ["w1 w2 w3"], "all", "prompt 0 has 3 marked positions and its donor 4"),
         (["w1 w2"], ["w1 w3"], "value", "'value' is only known for examples"),
         (["w1 w2"], ["w1 w3"], torch.zeros(1, 3, dtype=torch.bool), "prompt 0 has 0 marked positions"),
-        (["w1 w2"], ["w1 w3"], torch.zeros(1, 4, dtype=torch.bool), r"shape \(1, 4\), but this batch has 1 prompts"),
+        (
+            ["w1 w2"],
+            ["w1 w3"],
+            torch.zeros(1, 4, dtype=torch.bool),
+            r"shape \(1, 4\), but this batch has 1 prompts",
+        ),
         ([], ["w1"], "query", "no prompt was given"),
         ([3], ["w1"], "query", "int is not a prompt"),
     ],

@@ -1,7 +1,7 @@
 """The table of a model's layers: which mixers each layer holds, read from the modules themselves.
 
-Configs name layer kinds in many ways ("mamba", "linear_attention", "hybrid", nothing at all); the modules do not
-lie. One rule per kind of mixer covers every family.
+Configs name layer kinds in many ways ("mamba", "linear_attention", "hybrid", nothing at all); the modules do
+not lie. One rule per kind of mixer covers every family.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class MixerInfo:
 
     ``n_heads * head_dim`` is the width of the input of ``out_proj``, where a head is a slice. In a
     ``selective_scan`` (Mamba-1) a head is one channel. A layer without a mixer has kind ``mlp`` and no heads.
-    ``source`` is the name of the mixing call for nnsight's ``.source``; ``norm`` the gated norm between scan and
-    projection, where there is one.
+    ``source`` is the name of the mixing call for nnsight's ``.source``; ``norm`` the gated norm between scan
+    and projection, where there is one.
     """
 
     layer: int
@@ -82,8 +82,8 @@ class LayerTable(list[MixerInfo]):
     def find(self, head: Head | tuple[int, int], kind: str | None = None) -> MixerInfo:
         """The mixer that holds ``head``; ``kind`` chooses where a layer holds two.
 
-        Raises :class:`GnaError` when layer or head do not exist, when the layer has no mixer of that kind, and
-        when it has two and ``kind`` was not given.
+        Raises :class:`GnaError` when layer or head do not exist, when the layer has no mixer of that kind,
+        and when it has two and ``kind`` was not given.
         """
         layer, number = head
         if kind is not None and kind not in KINDS:
@@ -145,8 +145,8 @@ def layers(model) -> LayerTable:
       layers 0-29: attention, 9 heads of 64
 
     ``model`` is an nnsight model, or the module it wraps. Works without weights (remote models). Raises
-    :class:`GnaError` when no layer holds a known mixer (the message lists what was found), and when scan layers
-    would run on a version of transformers that computes them wrongly.
+    :class:`GnaError` when no layer holds a known mixer (the message lists what was found), and when scan
+    layers would run on a version of transformers that computes them wrongly.
     """
     module = getattr(model, "_module", model)
     name = type(module).__name__
@@ -174,8 +174,8 @@ def check_transformers(name: str) -> None:
     version = Version(transformers.__version__)
     if Version("5.6.0") <= version <= Version("5.13.0"):
         raise GnaError(
-            f"transformers {version} loses the state of scan layers between chunks, so {name} would give wrong "
-            "numbers: install transformers 5.24 or newer."
+            f"transformers {version} loses the state of scan layers between chunks, so {name} would give "
+            "wrong numbers: install transformers 5.24 or newer."
         )
 
 
