@@ -60,7 +60,7 @@ def interval_line(
         # The band comes first and would lend its transparency to the legend.
         base = base.encode(color=alt.Color(**named, legend=alt.Legend(symbolOpacity=1)))
         markers = {"shape": alt.Shape(**named)}
-        if not numeric:
+        if not numeric and data.duplicated([x]).any():
             base = base.encode(xOffset=alt.XOffset(field=field(color), type="nominal", sort=None))
     layers = _interval(base, ys, low, high, band=numeric)
     if numeric:
@@ -100,8 +100,9 @@ def interval_bars(
     ...     title="One head", description="Without L17H4 accuracy drops by 0.4, without a random head by 0.",
     ... )
 
-    Bars start at 0. ``color`` splits each label into one bar per group. ``step`` is the height of a bar in
-    pixels. ``chance`` (one level), ``unit`` and what is raised are those of `interval_line`.
+    Bars start at 0. ``color`` colours the bars; a label with several rows gets one bar per colour. ``step``
+    is the height of a bar in pixels. ``chance`` (one level), ``unit`` and what is raised are those of
+    `interval_line`.
     """
     require_words(title, description)
     data = checked(frame, [label, value, low, high, color])
@@ -112,14 +113,13 @@ def interval_bars(
     xs = xs.axis(grid=True)
     ys = alt.Y(field=field(label), type="nominal", sort=None, title=words(label_title or label))
     base = alt.Chart(data).encode(x=xs, y=ys.axis(labelLimit=150), tooltip=tooltip(data))
-    bars = base.mark_bar()
-    groups = 1
-    if color:
-        groups = data[color].nunique()
+    groups = int(data[label].value_counts().max())
+    if color and groups > 1:
         base = base.encode(yOffset=alt.YOffset(field=field(color), type="nominal", sort=None))
-        bars = base.mark_bar().encode(
-            color=alt.Color(field=field(color), type="nominal", sort=None, title=words(color))
-        )
+    bars = base.mark_bar()
+    if color:
+        fill = alt.Color(field=field(color), type="nominal", sort=None, title=words(color))
+        bars = bars.encode(color=fill)
     layers = [bars]
     if low and high:
         span = {"x": alt.X(field=field(low), type="quantitative"), "x2": alt.X2(field=field(high))}
