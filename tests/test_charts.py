@@ -161,7 +161,7 @@ def test_names_on_the_x_axis_get_error_bars_and_no_line():
 def test_colours_split_a_label_only_where_it_has_several_bars():
     single = layers(charts.interval_bars(POINTS, "n", "accuracy", color="model", **WORDS))[0]["encoding"]
     assert single["color"]["field"] == "model" and "yOffset" not in single
-    twice = POINTS + [POINTS[0] | {"model": "b"}]
+    twice = [*POINTS, POINTS[0] | {"model": "b"}]
     chart = charts.interval_bars(twice, "n", "accuracy", color="model", **WORDS)
     assert layers(chart)[0]["encoding"]["yOffset"]["field"] == "model"
 
