@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import tiny
+import tiny_llamba
 import torch
+from nnsight.modeling.transformers import TransformersModel
 
 from gna_utils.heads import Head
 from gna_utils.mixers import layers
@@ -21,6 +23,7 @@ from gna_utils.mixers.transfer import mixing
 
 LENGTHS = (1, 2, 7, 11, 65)  # the scans work in chunks of 4 (SSD) and 64 (delta rule): 65 is one above
 PADDINGS = ("none", "right")
+FAMILIES = (*tiny.FAMILIES, "llamba")
 BOOK = Path(__file__).parents[1] / "book" / "identity_table.md"
 _OPTIONS = {"gpt2": {"n_positions": 128}}
 
@@ -35,6 +38,9 @@ class Row(NamedTuple):
 
 def build(family: str):
     """The tiny model, with convolutions as large as its other weights: otherwise D alone makes the output."""
+    if family == "llamba":
+        hf_model, tokenizer = tiny_llamba.build({"n_qk_heads": 4}), tiny.tokenizer()
+        return TransformersModel(hf_model, tokenizer=tokenizer, task="text-generation"), hf_model, tokenizer
     model, hf_model, tokenizer = tiny.build(family, **_OPTIONS.get(family, {}))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in hf_model.named_parameters():
@@ -93,7 +99,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    BOOK.write_text(table([row for family in tiny.FAMILIES for row in measure(family)]), encoding="utf-8")
+    BOOK.write_text(table([row for family in FAMILIES for row in measure(family)]), encoding="utf-8")
 
 
 if __name__ == "__main__":
