@@ -24,7 +24,7 @@ from .records import RunRecord, latest, now, read_records
 from .site_checks import check_site
 
 STATUS = "status"
-_WARNING = re.compile(r"WARNING|ERROR|CRITICAL|Exception|error:", re.IGNORECASE)
+_WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL|SEVERE)\b|^\w*(Exception|Error)\b")
 _KEPT_RUNS = 3
 
 
@@ -102,37 +102,42 @@ def _run_chapters(
     report: SiteReport,
     progress: TextIO | None,
 ) -> None:
-    """Fill the report with one record per chapter; a failure does not stop the others: one build names all."""
+    """Fill the report with one record per chapter; one failure does not stop the others, so all are named."""
     chosen = {project.chapter(name).name for name in only}
-    chapters = project.chapters()
-    chapters.sort(
-        key=lambda chapter: chapter.name == STATUS
-    )  # stable: only the status page moves, to the end
-    failures, missing = [], []
+    # The status page shows the other runs; sorting is stable, so the others keep their order.
+    chapters = sorted(project.chapters(), key=lambda chapter: chapter.name == STATUS)
+    failures = []
     for chapter in chapters:
-        if chapter.name == STATUS and (failures or missing):
+        if chapter.name == STATUS and failures:
             continue
+        wanted = not only or chapter.name in chosen or chapter.name == STATUS
         try:
-            prepared = execute.plan(
+            plan = execute.plan(
                 chapter.path, for_site=True, project=project, context=_context(chapter, report)
             )
-            wanted = not only or chapter.name in chosen or chapter.name == STATUS
-            found = prepared.record
-            if found and not (force and wanted):
-                _note(report, found, "reused")
-            elif wanted:
-                _note(report, execute.execute(prepared, timeout=timeout, progress=progress), "executed")
-            elif (old := latest(project.runs_dir, chapter.name)) is not None:
-                _note(report, old, "reused, older than its source")
-            else:
-                missing.append(chapter.name)
+            report.how[chapter.name], report.records[chapter.name] = _outputs(
+                plan, wanted, force, timeout, progress
+            )
         except GnaError as error:
             failures.append(str(error))
     if failures:
         raise GnaError("\n".join(failures))
-    if missing:
-        names = ", ".join(missing)
-        raise GnaError(f"no run of {names} is there to reuse: build once without --only, or name it too.")
+
+
+def _outputs(
+    plan: execute.Plan, wanted: bool, force: bool, timeout: int | None, progress: TextIO | None
+) -> tuple[str, RunRecord]:
+    """How the outputs of a chapter were come by, and the record of their run."""
+    if plan.record and not (force and wanted):
+        return "reused", plan.record
+    if wanted:
+        return "executed", execute.execute(plan, timeout=timeout, progress=progress)
+    older = latest(plan.project.runs_dir, plan.chapter.name)
+    if older is None:
+        raise GnaError(
+            f"no run of {plan.chapter.name} is there to reuse: build once without --only, or name it too."
+        )
+    return "reused, older than its source", older
 
 
 def _context(chapter: Chapter, report: SiteReport) -> str:
@@ -141,11 +146,6 @@ def _context(chapter: Chapter, report: SiteReport) -> str:
     if chapter.name == STATUS:
         context += json.dumps([[r.chapter, r.fingerprint, r.started] for r in report.records.values()])
     return context
-
-
-def _note(report: SiteReport, record: RunRecord, how: str) -> None:
-    report.records[record.chapter] = record
-    report.how[record.chapter] = how
 
 
 def _make_pages(project: Project, report: SiteReport, force: bool) -> None:
@@ -162,7 +162,7 @@ def _make_pages(project: Project, report: SiteReport, force: bool) -> None:
         html = _sphinx(project, stage, temporary)
         faults = check_site(html, project.pages(), notebooks)
         if faults:
-            raise GnaError(_listing(f"the built pages have {len(faults)} faults", faults))
+            raise GnaError(_listing("the built pages have faults", faults))
         execute.replace_folder(html, report.html)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

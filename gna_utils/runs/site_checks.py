@@ -79,7 +79,7 @@ def _outputs(html: Path, notebooks: Mapping[str, Path]) -> Iterator[str]:
             for output in outputs:
                 kind = _chart_kind(output)
                 if kind == "lost":
-                    yield f"code cell {number} of {page} shows a chart in a form without use: call charts.setup()"
+                    yield f"code cell {number} of {page} has a chart that the page loses: call charts.setup()"
                 charts += kind == "drawn" and not removed
         # Glued charts may add more; fewer means that one was lost on the way to the page.
         if text.count(CHART) < charts:
