@@ -57,7 +57,7 @@ def test_every_example_can_be_answered_from_its_dictionary(wording, query, value
         assert named == {
             "key": keys[example.answer],
             "value": answers[example.answer],
-            "query": keys[example.answer],
+            "asked": keys[example.answer],
         }
         start, end = example.segments[example.target][:2]
         assert example.target == example.answer and start <= example.spans["value"][0] < end

@@ -58,7 +58,7 @@ def key_value(
 
     The candidates are the ``n_pairs`` values in the order of the dictionary, so chance is ``1 / n_pairs``
     and ``answer`` is also the position of the queried pair. Each line is a segment that ends with its
-    newline; ``spans`` marks ``"key"``, ``"value"`` (of the queried pair) and ``"query"`` (the key in the
+    newline; ``spans`` marks ``"key"``, ``"value"`` (of the queried pair) and ``"asked"`` (the key in the
     question). Keys are distinct, values are distinct, and no word is both a key and a value of one example.
 
     Parameters
@@ -111,7 +111,7 @@ def _write(pairs: list[tuple[str, str]], place: int, templates, options: dict) -
     key, value = pairs[place]
     spans = {}
     if "{key}" in before:
-        spans["query"] = _span(before, "{key}", key, 0)
+        spans["asked"] = _span(before, "{key}", key, 0)
     text = before.format(key=key)
     segments = []
     for k, v in pairs:
@@ -122,7 +122,7 @@ def _write(pairs: list[tuple[str, str]], place: int, templates, options: dict) -
         text += line.format(key=k, value=v)
         segments.append(Segment(start, len(text), f"{k}: {v}"))
     if "{key}" in after:
-        spans["query"] = _span(after, "{key}", key, len(text))
+        spans["asked"] = _span(after, "{key}", key, len(text))
     text += after.format(key=key)
     return Example(
         task="key_value",
