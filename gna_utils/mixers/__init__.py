@@ -9,6 +9,8 @@ _HOME = {
     "LayerTable": "table",
     "layers": "table",
     "transfer_matrix": "transfer",
+    "values": "transfer",
+    "mixing": "transfer",
 }
 
 __all__ = list(_HOME)
