@@ -1,4 +1,4 @@
-"""Exercise checks say what was expected, what was seen and which mistake it looks like; guesses are scored."""
+"""Exercise checks say what was expected, what was seen and which mistake it looks like; guesses score."""
 
 from __future__ import annotations
 

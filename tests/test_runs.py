@@ -329,6 +329,7 @@ def test_table_shows_the_newest_run_of_each_chapter(book, done, tmp_path):
         ("01_toy", "2026-01-01T00:00:00+00:00", {}),
         ("01_toy", "2026-01-03T00:00:00+00:00", {}),
         ("01_toy", "2026-01-04T00:00:00+00:00", {"seed": 1}),
+        ("status", "2026-01-05T00:00:00+00:00", {}),
     ):
         made = replace(done[0], chapter=chapter, started=started, given=given, for_site=True, models=[model])
         folder = project.runs_dir / chapter / started[:10]

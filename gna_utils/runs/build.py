@@ -19,11 +19,10 @@ import yaml
 
 from ..errors import GnaError
 from . import execute, fingerprint
-from .project import Chapter, Project, find_project, read_notebook, write_json
+from .project import STATUS, Chapter, Project, find_project, read_notebook, write_json
 from .records import RunRecord, latest, now, read_records
 from .site_checks import check_site
 
-STATUS = "status"
 _WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL|SEVERE)\b|^\w*(Exception|Error)\b")
 _KEPT_RUNS = 3
 

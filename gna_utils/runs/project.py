@@ -16,6 +16,9 @@ import yaml
 
 from ..errors import GnaError
 
+STATUS = "status"
+"""The page that shows the runs of all others; it is executed last and knows nothing of its own run."""
+
 _NUMBERED = re.compile(r"\d\d_")
 
 

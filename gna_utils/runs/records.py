@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GnaError
-from .project import Project, atomic_write, find_project, write_json
+from .project import STATUS, Project, atomic_write, find_project, write_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,7 +117,8 @@ def table(project: Project | None = None, *, for_site: bool = True) -> pd.DataFr
     import pandas as pd
 
     project = project or find_project()
-    rows = [_row(latest(project.runs_dir, c.name, for_site=for_site)) for c in project.chapters()]
+    names = [chapter.name for chapter in project.chapters() if chapter.name != STATUS]
+    rows = [_row(latest(project.runs_dir, name, for_site=for_site)) for name in names]
     return pd.DataFrame([row for row in rows if row], columns=list(_ROW))
 
 
