@@ -87,6 +87,7 @@ def test_every_chapter_of_the_contents_is_scanned():
     assert {chapter.path for chapter in Project(ROOT).chapters()} <= set(NOTEBOOKS)
 
 
+@pytest.mark.filterwarnings("ignore:Cell is missing an id")
 def test_the_scan_finds_each_fault(tmp_path):
     from books import code, notebook
 
