@@ -18,6 +18,7 @@ from nnsight.intervention.iterator import Iterations
 from torch import Tensor
 
 from .errors import GnaError
+from .remote import ship_package
 
 
 def run_steps(model, steps: list[dict], marks: dict) -> None:
@@ -172,6 +173,7 @@ _ACTIVE: list[Active] = []
 @contextmanager
 def applied(model, groups: list[list[dict]], label: str) -> Iterator[object]:
     """Keep ``groups`` of steps in place; the model must reach the steps of a group in the listed order."""
+    ship_package()  # the reader's own remote traces carry the edits too
     active = Active(model, label)
     active.edits = [_store(model, steps, active.marks) for steps in groups if steps]
     guard = _guard(active, groups)

@@ -8,9 +8,11 @@ import types
 import numpy as np
 import pytest
 import tiny
+import tiny_llamba
 import torch
 from nnsight.intervention import serialization
 from nnsight.intervention.backends.local import LocalSimulationBackend
+from nnsight.modeling.transformers import TransformersModel
 
 from gna_utils import (
     GnaError,
@@ -44,7 +46,11 @@ def with_zeroed_columns(hf_model, mixer, heads):
     weight = projection.weight if type(projection).__name__ != "Conv1D" else projection.weight.T
     for head in heads:
         weight[:, head * mixer.head_dim : (head + 1) * mixer.head_dim] = 0
-    return type(tiny.build("llama")[0])(other, tokenizer=tiny.tokenizer(), task="text-generation")
+    return wrapped(other)
+
+
+def wrapped(hf_model):
+    return TransformersModel(hf_model, tokenizer=tiny.tokenizer(), task="text-generation")
 
 
 @pytest.mark.parametrize(("family", "place"), PLACES)
@@ -73,7 +79,8 @@ def test_equals_zeroed_columns_and_not_a_sliced_output(tiny_model, family, place
 
 
 def test_llamba_head(tiny_model):
-    model, hf_model, _ = tiny.build_llamba()
+    hf_model = tiny_llamba.build()
+    model = wrapped(hf_model)
     with ablate(model, "L1H2"):
         ablated = run(model)
     assert (ablated - run(with_zeroed_columns(hf_model, layers(model)[1], [2]))).abs().max() <= 1e-6

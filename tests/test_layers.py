@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
+import tiny_llamba
 import torch
 import transformers
 from torch import nn
@@ -53,7 +54,7 @@ def test_number_and_width_of_heads(tiny_model, family, layer, kind, shape):
 
 
 def test_llamba_is_a_kind_of_its_own():
-    table = layers(tiny.build_llamba()[1])
+    table = layers(tiny_llamba.build())
     assert [(mixer.kind, mixer.n_heads, mixer.head_dim) for mixer in table] == [("discrete_ssd", 4, 8)] * 2
 
 

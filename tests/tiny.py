@@ -172,22 +172,6 @@ def build_hf(family: str, *, seed: int = 0, **options) -> transformers.PreTraine
     return hf_model.float().eval().requires_grad_(False)
 
 
-def build_llamba(*, seed: int = 0):
-    """As :func:`build`, a tiny Llamba: the package's own module, whose mixers are discrete SSDs."""
-    from gna_utils.llamba import LlambaConfig, LlambaForCausalLM
-
-    ssm = {"d_state": 4, "n_v_heads": 4, "n_qk_heads": 2, "d_conv": 3, "chunk_size": 4}
-    config = LlambaConfig(
-        vocab_size=VOCAB, d_model=32, n_layer=2, ssm_cfg=ssm, mlp_cfg={"intermediate_size": 48}
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        hf_model = LlambaForCausalLM(config)
-    _draw(hf_model, torch.Generator().manual_seed(seed))
-    hf_model, words = hf_model.float().eval().requires_grad_(False), tokenizer()
-    return TransformersModel(hf_model, tokenizer=words, task="text-generation"), hf_model, words
-
-
 @torch.no_grad()
 def _draw(hf_model: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights large enough that every head matters, and biases that are not 0."""
