@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 
 from .catalogue import ModelCard, Source, find, registry
 from .errors import GnaError
+from .remote import ship_package
 from .weights import file_sha256
 
 __all__ = ["ModelCard", "ModelInfo", "info", "load", "loaded", "registry"]
@@ -100,6 +101,7 @@ def load(
         auto = _model_class(config)
         words = _tokenizer(tokenizer or source.tokenizer, source, shared)
         if away:
+            ship_package()
             model = TransformersModel(
                 source.place, task="text-generation", tokenizer=words, dtype="float32", **options
             )

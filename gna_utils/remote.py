@@ -19,9 +19,17 @@ from .errors import GnaError
 
 ANSWER = 30.0  # seconds for a server to accept a connection and greet; nothing has been sent by then
 PATIENCE = 1800.0  # seconds without any news of a request (queued behind others, or running)
+# Where the classes of models come from that a server can build: its own libraries, or the model's repository.
+KNOWN = ("transformers", "transformers_modules", "peft")
 
-# A server gets the source of modules in the working directory, never of installed packages.
-nnsight.register("gna_utils")
+
+def ship_package() -> None:
+    """Let this package's functions be used inside a remote block.
+
+    A server gets the source of modules in the working directory and of registered packages, but never of
+    other installed ones. :func:`backend` and ``load(..., remote=True)`` do this themselves.
+    """
+    nnsight.register("gna_utils")
 
 
 def backend(model: Any, remote: bool | str) -> Backend | None:
@@ -34,6 +42,7 @@ def backend(model: Any, remote: bool | str) -> Backend | None:
     ``http://host:port`` of a server, or ``"local"`` (here, after packing the block as for a server). Unlike
     nnsight's own ``remote=`` it can also name a model that lies in a folder, when the server has the same
     folder, it waits for a bounded time, and every failure is a :class:`GnaError` without the API key in it.
+    The server decides the dtype (an NDIF server's default is bfloat16), whatever the model's is here.
     """
     if remote is False:
         return None
@@ -41,13 +50,18 @@ def backend(model: Any, remote: bool | str) -> Backend | None:
         return model._remote_backend("local", True, None, False)
     if isinstance(remote, str) and not remote.startswith(("http://", "https://")):
         raise GnaError(f"remote='{remote}' is not possible: give True, False, 'local' or 'http://host:port'.")
+    ship_package()
     host = remote if isinstance(remote, str) else nnsight.CONFIG.API.HOST
     return _ServerBackend(_key(model), host=host.rstrip("/"), env=model._remoteable_get_env())
 
 
 def _key(model: Any) -> str:
     """The model's name for the server; the hub is asked for the spelling of an id, never about a folder."""
-    name = model.repo_id
+    family, name = type(model._module), model.repo_id
+    if family.__module__.partition(".")[0] not in KNOWN:
+        raise GnaError(
+            f"{family.__name__} is not one of transformers' models, so no server can build it: run it here."
+        )
     if not name:
         raise GnaError("this model was built from a module and has no name that a server could load it by.")
     if Path(name).is_dir():
@@ -111,6 +125,11 @@ class _ServerBackend(RemoteBackend):
     def _refused(self, message: str) -> GnaError:
         message = message.replace(self.api_key, "(your key)") if self.api_key else message
         message = message.removeprefix("Failed to send request: ").strip()
+        if "EndpointConnectionError" in message:
+            return GnaError(
+                f"the result is larger than the server at {self.place} sends directly, and it has no store "
+                "for larger ones: ask for fewer prompts, heads or positions at a time."
+            )
         if "API key" in message:
             return GnaError(
                 f"the server at {self.place} refused the API key, or none was sent: set NDIF_API_KEY "
@@ -118,9 +137,8 @@ class _ServerBackend(RemoteBackend):
             )
         lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
         if "deploy this model" in lines[0]:
-            error = GnaError(
-                f"the server at {self.place} cannot serve the model {self.model_key.partition(':')[2]}: {lines[0]}"
-            )
+            name = self.model_key.partition(":")[2]
+            error = GnaError(f"the server at {self.place} cannot serve the model {name}: {lines[0]}")
         else:
             # The server sends a traceback as text; its last line is the error, and the user's line is in it.
             error = GnaError(f"the request failed on the server at {self.place}: {lines[-1]}")

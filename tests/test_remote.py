@@ -1,4 +1,4 @@
-"""How a remote request fails: soon, in one sentence, and without the API key. No NDIF server is needed here."""
+"""How a remote request fails: soon, in one sentence, and without the API key. Needs no NDIF server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import nnsight
 import pytest
 import tiny
+import tiny_llamba
 from cloudpickle.cloudpickle import list_registry_pickle_by_value
 from nnsight.modeling.transformers import TransformersModel
 
@@ -131,6 +132,10 @@ def test_other_words_for_remote_are_refused(model, value):
             "IndexError: index 9",
         ),
         (f"Failed to send request: the header {KEY} is too long", "(your key)"),
+        (
+            "botocore.exceptions.EndpointConnectionError: Could not connect to the endpoint",
+            "result is larger",
+        ),
         ("", "no reason given"),
     ],
 )
@@ -190,8 +195,15 @@ def test_local_needs_no_server(model):
     assert type(remote.backend(model, "local")).__name__ == "LocalSimulationBackend"
 
 
-def test_the_package_travels_with_a_request():
-    """A server gets the source of modules in the working directory only: an installed package must say so itself."""
+def test_a_model_class_of_our_own_is_refused_before_anything_is_sent():
+    """A server builds models from its own libraries, and ours is not among them."""
+    llamba = TransformersModel(tiny_llamba.build(), task="text-generation", tokenizer=tiny.tokenizer())
+    assert "LlambaForCausalLM is not one of transformers' models" in failure(llamba, "http://127.0.0.1:1")
+
+
+def test_the_package_travels_with_a_request(model):
+    """A server gets the source of modules in the working directory, and of installed ones that say so."""
+    remote.backend(model, "http://127.0.0.1:1")
     assert "gna_utils" in list_registry_pickle_by_value()
 
 

@@ -1,4 +1,4 @@
-"""The server's own Python environment: Python 3.12 or 3.13, ndif, and the client's torch, nnsight, transformers.
+"""The server's own environment: Python 3.12 or 3.13, ndif, and the client's torch, nnsight, transformers.
 
 It lies in the user's cache folder and is built once. The server gets the library versions of the client, so
 that a difference between local and remote numbers cannot come from them.
@@ -6,23 +6,21 @@ that a difference between local and remote numbers cannot come from them.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-import platformdirs
+from filelock import FileLock
+
+from gna_utils.weights import cache_dir
 
 NDIF = "ndif[api,ray]==0.1.2"
 SAME_AS_CLIENT = ("torch", "nnsight", "transformers")
-CACHE = Path(os.environ.get("GNA_CACHE") or platformdirs.user_cache_dir("gna_utils"))
-ROOT = CACHE / "ndif"
+ROOT = cache_dir() / "ndif"
 ENV = ROOT / "env"
 BIN = ENV / "bin"
 
@@ -44,7 +42,7 @@ def install() -> None:
     Downloads about 3 GB (PyPI's torch holds CUDA) and needs 6 GB of disk. pip's output goes to install.log.
     """
     ROOT.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time():
+    with FileLock(ROOT / "lock"):
         _redis()
         if installed():
             return
@@ -95,8 +93,7 @@ def _redis() -> None:
             "The NDIF server needs redis-server on PATH; on Debian: sudo apt-get install redis-server"
         )
     with (ROOT / "install.log").open("a") as log:
-        # No service of the system is started: the tests run a redis of their own.
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         _logged(["apt-get", "update", "-qq"], log, environment)
         _logged(["apt-get", "install", "-y", "-qq", "redis-server"], log, environment)
 
@@ -116,10 +113,3 @@ def _logged(command: list, log, environment: dict | None = None) -> None:
         raise SystemExit(
             f"'{' '.join(command)}' failed; run it again to go on. End of {log.name}:\n{tail(Path(log.name))}"
         )
-
-
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    with (ROOT / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

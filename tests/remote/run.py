@@ -1,4 +1,4 @@
-"""What `make test-remote` does: install the server once, start it, run the tests beside this file, stop it."""
+"""What `make test-remote` does: install the server once, start it, run the tests in this folder, stop it."""
 
 from __future__ import annotations
 

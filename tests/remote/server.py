@@ -9,6 +9,7 @@ ports are free ones chosen at start, except the API's when GNA_NDIF_PORT names i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -25,13 +26,12 @@ import environment
 import httpx
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+REPOSITORY = Path(__file__).parents[2]
 RUN = environment.ROOT / "run"
 STATE = RUN / "state.json"
 MODELS = {name: environment.ROOT / "models" / f"tiny-{name}" for name in ("llama", "mamba2")}
 MARK = "GNA_NDIF_RUN"  # every process of a run inherits it: how `stop` tells its own from all others
-READY = 180.0  # seconds for the whole server to come up
+READY = 300.0  # seconds that each part of the server may need on a busy machine
 KEY = "nnsight.modeling.transformers.TransformersModel:"
 
 
@@ -44,17 +44,15 @@ def start() -> str:
     shutil.rmtree(RUN, ignore_errors=True)
     (RUN / "home").mkdir(parents=True)
     _make_models()
-    ports = _free_ports(8)
-    ports[0] = int(os.environ.get("GNA_NDIF_PORT") or ports[0])
+    ports = _free_ports()
     # Ray's sockets lie below this folder and their paths may have 107 characters: not in the cache folder.
     sockets = tempfile.mkdtemp(prefix="gna-ndif-")
-    address = f"http://127.0.0.1:{ports[0]}"
+    address = f"http://127.0.0.1:{ports['api']}"
     STATE.write_text(json.dumps({"address": address, "sockets": sockets}))
     variables = _variables(ports, sockets)
     try:
         _launch(variables, ports, sockets)
-        for name in MODELS:
-            _wait(f"the tiny {name} model", lambda name=name: _answers(address, name), "deploy")
+        _deploy(variables)
     except BaseException:
         stop()
         raise
@@ -83,7 +81,7 @@ def status() -> str:
     return f"{json.loads(STATE.read_text())['address']}: {len(processes)} processes, {memory:.1f} GB"
 
 
-def _variables(ports: list[int], sockets: str) -> dict[str, str]:
+def _variables(ports: dict[str, int], sockets: str) -> dict[str, str]:
     """The server's environment: none of the user's settings of ndif, Ray or the hub, and no API key."""
     foreign = ("NDIF_", "RAY_", "HF_", "PYTHON", "NNSIGHT_", "GNA_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
@@ -95,66 +93,66 @@ def _variables(ports: list[int], sockets: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(RUN / "home" / "hub"),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ADDRESS": f"127.0.0.1:{ports[2]}",
+        "RAY_ADDRESS": f"127.0.0.1:{ports['gcs']}",
         # Some of Ray's own ports listen on every interface and run what they are sent: ask for a secret.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "GRPC_ENABLE_FORK_SUPPORT": "0",  # otherwise Ray's client server dies now and then at its first fork
         "NDIF_HOME": str(RUN / "home"),
-        "NDIF_REDIS_URL": f"redis://127.0.0.1:{ports[1]}",
-        "NDIF_RAY_ADDRESS": f"ray://127.0.0.1:{ports[3]}",
+        "NDIF_REDIS_URL": f"redis://127.0.0.1:{ports['redis']}",
+        "NDIF_RAY_ADDRESS": f"ray://127.0.0.1:{ports['client']}",
         "NDIF_RAY_TEMP_DIR": sockets,
+        "NDIF_OBJECT_STORE_URL": "http://127.0.0.1:9",  # none: ndif's default may be another service here
         "NDIF_MODEL_IMPORT_PATH": "cpu_actor.CpuModelActor",
         "NDIF_DEFAULT_DTYPE": "float32",  # ndif's default is bfloat16, which no float32 number agrees with
         "NDIF_CONTROLLER_SYNC_INTERVAL_S": "5",
     }
 
 
-def _launch(variables: dict[str, str], ports: list[int], sockets: str) -> None:
-    """Start the services one after the other; each listens on a loopback address only.
+def _launch(variables: dict[str, str], ports: dict[str, int], sockets: str) -> None:
+    """Start the services one after the other.
 
-    This is what `ndif start` runs, with two differences: it has no setting for the address to listen on, and
-    `ndif stop` would end every Ray process of the machine.
+    This is what `ndif start` runs, but for two things: redis and the API listen on a loopback address, for
+    which ndif has no setting, and `ndif stop`, which would end every Ray process here, is not needed.
     """
-    _, redis, gcs, client, objects, dashboard, agent, metrics = ports
-    resources = {"head": 10, "cuda_memory_bytes": 4_000_000_000, "cpu_memory_bytes": 4_000_000_000}
-    ray = ["ray", "start", "--head", "--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
-    ray += [f"--port={gcs}", f"--ray-client-server-port={client}", f"--object-manager-port={objects}"]
-    ray += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
-    ray += [
-        f"--dashboard-agent-grpc-port={agent}",
-        f"--metrics-export-port={metrics}",
-        f"--temp-dir={sockets}",
-    ]
+    cache = ["redis-server", "--bind", "127.0.0.1", "--port", ports["redis"], "--save", "", "--dir", RUN]
+    _spawn("redis", cache, variables, lambda: _listens(ports["redis"]))
     # The controller places models on GPUs only: Ray is told that there is one.
-    ray += [
-        "--num-cpus=4",
-        "--num-gpus=1",
-        f"--resources={json.dumps(resources)}",
-        "--object-store-memory=100000000",
-    ]
-    _spawn(
-        "redis",
-        ["redis-server", "--bind", "127.0.0.1", "--port", redis, "--save", "", "--dir", RUN],
-        variables,
-    )
-    _wait("redis", lambda: _listens(redis), "redis")
-    _spawn("ray", ray, {name: value for name, value in variables.items() if name != "RAY_ADDRESS"})
-    _wait("Ray", lambda: _listens(gcs) and _listens(client), "ray")
-    module = "ndif.services.ray.deployments.controller.controller"
-    _spawn("controller", ["python", "-m", module], variables)
-    api = [
-        "gunicorn",
-        "--config",
-        "python:ndif.services.api.gunicorn_conf",
-        "--bind",
-        f"127.0.0.1:{ports[0]}",
-    ]
-    _spawn("api", [*api, "ndif.services.api.app:app"], variables)
-    _wait("the API", lambda: _connected(ports[0]), "api")
-    specification = RUN / "models.json"
-    specification.write_text(json.dumps({"models": [_deployment(path) for path in MODELS.values()]}))
-    _spawn("deploy", ["ndif", "deploy", "-f", specification], variables)
+    resources = {"head": 10, "cuda_memory_bytes": 4_000_000_000, "cpu_memory_bytes": 4_000_000_000}
+    options = {
+        "node-ip-address": "127.0.0.1",
+        "port": ports["gcs"],
+        "ray-client-server-port": ports["client"],
+        "object-manager-port": ports["objects"],
+        "include-dashboard": "true",  # the controller asks it which actors there are
+        "dashboard-host": "127.0.0.1",
+        "dashboard-port": ports["dashboard"],
+        "dashboard-agent-grpc-port": ports["agent"],
+        "metrics-export-port": ports["metrics"],
+        "temp-dir": sockets,
+        "num-cpus": 4,
+        "num-gpus": 1,
+        "resources": json.dumps(resources),
+        "object-store-memory": 100_000_000,
+    }
+    ray = ["ray", "start", "--head", "--block", *(f"--{name}={value}" for name, value in options.items())]
+    alone = {name: value for name, value in variables.items() if name != "RAY_ADDRESS"}
+    _spawn("ray", ray, alone, lambda: _listens(ports["gcs"]) and _listens(ports["client"]))
+    _spawn("controller", ["python", "-m", "ndif.services.ray.deployments.controller.controller"], variables)
+    web = ["gunicorn", "--config", "python:ndif.services.api.gunicorn_conf", "--bind"]
+    web += [f"127.0.0.1:{ports['api']}", "ndif.services.api.app:app"]
+    _spawn("api", web, variables, lambda: _connected(ports["api"]))
+
+
+def _deploy(variables: dict[str, str]) -> None:
+    """Serve the models; ndif's command ends when they are ready, or have failed."""
+    specification, log = RUN / "models.json", RUN / "deploy.log"
+    specification.write_text(json.dumps({"models": [_deployment(folder) for folder in MODELS.values()]}))
+
+    def ready() -> bool:
+        return sum("✓" in line and "ready" in line for line in log.read_text().splitlines()) == len(MODELS)
+
+    _spawn("deploy", ["ndif", "deploy", "-f", specification], variables, ready)
 
 
 def _deployment(folder: Path) -> dict:
@@ -165,35 +163,41 @@ def _deployment(folder: Path) -> dict:
 
 
 def _make_models() -> None:
-    """Write the tiny models as folders; seeded, so the tests compare with the same weights."""
-    import tiny
+    """Write the tiny models as folders, once: both sides load their weights from there."""
+    missing = {name: folder for name, folder in MODELS.items() if not (folder / "tokenizer.json").is_file()}
+    if not missing:
+        return
+    sys.path.insert(0, str(REPOSITORY / "tests"))
+    import tiny  # brings torch and transformers along, which a start does not need otherwise
 
-    for name, folder in MODELS.items():
-        if not (folder / "tokenizer.json").is_file():
-            tiny.build_hf(name, num_hidden_layers=4).save_pretrained(folder)
-            tiny.tokenizer().save_pretrained(folder)
+    for name, folder in missing.items():
+        tiny.build_hf(name, num_hidden_layers=4).save_pretrained(folder)
+        tiny.tokenizer().save_pretrained(folder)
 
 
-def _spawn(name: str, command: list, variables: dict[str, str]) -> None:
-    with (RUN / f"{name}.log").open("w") as log:
-        subprocess.Popen(
+def _spawn(
+    name: str, command: list, variables: dict[str, str], ready: Callable[[], bool] = lambda: True
+) -> None:
+    """Start a process with a log of its own, and wait until it is ready."""
+    log = RUN / f"{name}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
             [str(part) for part in command],
             env=variables,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
             cwd=RUN,
             start_new_session=True,  # Ctrl-C in the terminal is for the caller, who then calls stop()
         )
-
-
-def _wait(what: str, ready: Callable[[], bool], log: str) -> None:
-    end = time.monotonic() + READY
+    begin = time.monotonic()
     while not ready():
-        if time.monotonic() > end:
-            text = environment.tail(RUN / f"{log}.log")
+        ended, seconds = process.poll() is not None, time.monotonic() - begin
+        # A process that has just ended may have become ready before: deploying ends that way.
+        if seconds > READY or (ended and not ready()):
+            what = f"ended with exit code {process.returncode}" if ended else "is not ready"
             raise SystemExit(
-                f"{what} did not come up within {READY:.0f} s; end of {RUN / f'{log}.log'}:\n{text}"
+                f"The server's {name} {what} after {seconds:.0f} s; end of {log}:\n{environment.tail(log)}"
             )
         time.sleep(0.2)
 
@@ -211,26 +215,15 @@ def _connected(port: int) -> bool:
         return False
 
 
-def _answers(address: str, name: str) -> bool:
-    """Whether `ndif deploy` has reported the model as ready, or failed."""
-    text = (RUN / "deploy.log").read_text()
-    if "✗" in text or "Error" in text:
-        raise SystemExit(
-            f"'ndif deploy' failed; end of {RUN / 'deploy.log'}:\n{environment.tail(RUN / 'deploy.log')}"
-        )
-    return any("ready" in line and "✓" in line and str(MODELS[name]) in line for line in text.splitlines())
-
-
-def _free_ports(n: int) -> list[int]:
+def _free_ports() -> dict[str, int]:
     """Ports that nobody listens on now; all are held until the last is found, so they differ."""
-    held = [socket.socket() for _ in range(n)]
-    try:
-        for one in held:
+    names = ("api", "redis", "gcs", "client", "objects", "dashboard", "agent", "metrics")
+    with contextlib.ExitStack() as stack:
+        held = {name: stack.enter_context(socket.socket()) for name in names}
+        for one in held.values():
             one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
-    finally:
-        for one in held:
-            one.close()
+        found = {name: one.getsockname()[1] for name, one in held.items()}
+    return found | {"api": int(os.environ.get("GNA_NDIF_PORT") or found["api"])}
 
 
 def _own_processes() -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""ndif's model actor for a machine without a GPU; imported by the server (NDIF_MODEL_IMPORT_PATH), not by the tests.
+"""ndif's model actor for a machine without a GPU; the server imports it (NDIF_MODEL_IMPORT_PATH).
 
 The stock actor selects a CUDA device, checks that the weights are on it, and synchronises with it after each
 request. Everything else (queueing, unpacking a request, running its block) stays the stock actor's.
