@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import server
 
 def main(arguments: list[str]) -> int:
     """Returns pytest's exit code; `arguments` go to pytest."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # as for Ctrl-C: leave through `finally`
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     environment.install()
     variables = {**os.environ, "NDIF_HOST": server.start(), "GNA_REMOTE": "1"}
     try:
