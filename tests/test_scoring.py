@@ -335,11 +335,24 @@ def test_scoring_neither_reads_nor_changes_global_random_state(tiny_model):
 
 
 @pytest.mark.slow
-def test_pretrained_model_retrieves_and_puts_mass_on_letters(smollm2):
+def test_pretrained_model_retrieves(smollm2):
     """SmolLM2 finds the value of a key among five far more often than chance, in words and in numbers."""
     for values in ("words", "numbers"):
         found = score(smollm2, key_value(24, 5, tokenizer=smollm2.tokenizer, values=values))
         assert accuracy(found).low > accuracy(found).chance
+
+
+def test_mass_on_letters_of_a_pretrained_model(smollm2):
+    """Letters without their space get nearly nothing after a space has been promised; the mass tells."""
     question = "Which animal barks?\nA. cat\nB. dog\nC. cow\nD. hen\nAnswer:"
-    found = score(smollm2, [Example("letters", question, (" A", " B", " C", " D"), 1)])
-    assert found.method == LAST and found.frame["mass"][0] > 0.1
+    masses = {}
+    for letters in ((" A", " B", " C", " D"), ("A", "B", "C", "D")):
+        one = Example("letters", question, letters, 1)
+        row = encode(one, smollm2.tokenizer)[0]
+        with pytest.warns(GnaWarning, match="of the probability on average"):
+            found = score(smollm2, [one])
+        logits = smollm2._module(torch.tensor([row.input_ids])).logits[0, -1].double()
+        expected = logits.softmax(-1)[[ids[0] for ids in row.candidate_ids]].sum()
+        assert found.method == LAST and found.frame["mass"][0] == pytest.approx(float(expected), rel=1e-3)
+        masses[letters[0]] = found.frame["mass"][0]
+    assert masses[" A"] > 10 * masses["A"]
