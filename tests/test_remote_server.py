@@ -25,6 +25,7 @@ def folders(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setattr(server, "RUN", tmp_path)
     monkeypatch.setattr(server, "STATE", tmp_path / "state.json")
+    monkeypatch.setattr(server, "STARTED", tmp_path / "started.txt")
 
 
 def test_stop_ends_its_own_processes_and_no_others(tmp_path):
@@ -35,12 +36,37 @@ def test_stop_ends_its_own_processes_and_no_others(tmp_path):
     }
     try:
         server.stop()
-        assert processes["own"].wait(timeout=5) != 0
+        assert processes["own"].poll() is not None
         assert processes["another server's"].poll() is None and processes["nobody's"].poll() is None
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
+
+
+def test_stop_ends_processes_that_overwrote_their_environment(tmp_path):
+    """redis and Ray's workers write their title over the environment that they inherited."""
+    bare = f"import os, sys; os.execve(sys.executable, {[*SLEEP]}, {{}})"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {bare!r}])"
+    for name, code in (("one", bare), ("with a child", parent)):
+        server._spawn(name, [sys.executable, "-c", code], dict(os.environ))
+    end = time.monotonic() + 20
+    while len(found := server._own_processes()) < 3 or any("sleep" not in p.cmdline()[-1] for p in found):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    server.stop()
+    assert not any(process.is_running() for process in found if not server._ended(process))
+
+
+def test_a_reused_process_id_is_left_alone(tmp_path):
+    stranger = subprocess.Popen(SLEEP)
+    try:
+        server.STARTED.write_text(f"{stranger.pid} 1000000.0\n")
+        server.stop()
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 def test_a_part_that_ends_at_once_is_reported_with_its_log(tmp_path):

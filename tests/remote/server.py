@@ -29,8 +29,9 @@ import psutil
 REPOSITORY = Path(__file__).parents[2]
 RUN = environment.ROOT / "run"
 STATE = RUN / "state.json"
+STARTED = RUN / "started.txt"  # one line for each process that `start` began: its id and its time of birth
 MODELS = {name: environment.ROOT / "models" / f"tiny-{name}" for name in ("llama", "mamba2")}
-MARK = "GNA_NDIF_RUN"  # every process of a run inherits it: how `stop` tells its own from all others
+MARK = "GNA_NDIF_RUN"  # every process of a run inherits it
 READY = 300.0  # seconds that each part of the server may need on a busy machine
 KEY = "nnsight.modeling.transformers.TransformersModel:"
 
@@ -61,10 +62,13 @@ def start() -> str:
 
 def stop() -> None:
     """End the processes of the last `start`: politely, then by force after five seconds."""
-    for process in _own_processes():
+    own = _own_processes()
+    for process in own:
         _signal(process.terminate)
-    psutil.wait_procs(_own_processes(), timeout=5)
-    for process in (left := _own_processes()):
+    psutil.wait_procs(own, timeout=5)
+    # Also those that were born meanwhile; an ended one is no longer running under its id.
+    left = [process for process in {*own, *_own_processes()} if process.is_running()]
+    for process in left:
         _signal(process.kill)
     psutil.wait_procs(left, timeout=5)
     if STATE.is_file():
@@ -190,6 +194,8 @@ def _spawn(
             cwd=RUN,
             start_new_session=True,  # Ctrl-C in the terminal is for the caller, who then calls stop()
         )
+    with STARTED.open("a") as started:
+        started.write(f"{process.pid} {psutil.Process(process.pid).create_time()}\n")
     begin = time.monotonic()
     while not ready():
         ended, seconds = process.poll() is not None, time.monotonic() - begin
@@ -227,21 +233,35 @@ def _free_ports() -> dict[str, int]:
 
 
 def _own_processes() -> list[psutil.Process]:
-    own = []
+    """The processes that `start` began, what came from them, and all others that carry the mark.
+
+    None of this is enough alone: redis and Ray's workers overwrite their environment with a title, and a
+    process whose parent has ended is nobody's child.
+    """
+    own = set()
+    for line in STARTED.read_text().splitlines() if STARTED.is_file() else []:
+        number, birth = line.split()
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(int(number))
+            if abs(process.create_time() - float(birth)) < 1:  # otherwise the id has gone to another process
+                own |= {process, *process.children(recursive=True)}
     for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == str(RUN) and process.status() != psutil.STATUS_ZOMBIE:
-                own.append(process)
-        except (psutil.Error, OSError):  # another user's, or gone meanwhile
-            continue
-    return own
+        with contextlib.suppress(psutil.Error, OSError):  # another user's, or gone meanwhile
+            if process.environ().get(MARK) == str(RUN):
+                own.add(process)
+    return [process for process in own if not _ended(process)]
+
+
+def _ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _signal(action: Callable[[], None]) -> None:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         action()
-    except psutil.NoSuchProcess:
-        return
 
 
 def _memory(process: psutil.Process) -> int:
