@@ -141,7 +141,7 @@ def test_equal_run_is_not_repeated(done, book, monkeypatch):
         ({"quick": True}, r"code cell 5 of 16 \(`if quick:`\): RuntimeError: a planted fault\. The log is"),
         (
             {"model": "die"},
-            r"code cell 6 of 16 .*: the kernel was ended by the system, most often because memory",
+            r"code cell 6 of 16 .*: the kernel was killed by the system at 0\.\d GiB, most often",
         ),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -227,12 +228,23 @@ def _explain(prepared: Plan, outcome: dict[str, Any], meter: _Meter, timeout: in
     elif cause == "timeout":
         what = f"the cell did not finish within {timeout} s; give it more with --timeout"
     elif cause == "died":
-        what = "the kernel was ended by the system, most often because memory ran out; try smaller parameters"
+        what = _death(outcome.get("code"), outcome.get("peak_memory_bytes"))
     elif cause == "worker":
         what = f"the process that runs the notebook ended early (exit status {outcome['code']})"
     else:
         what = f"the notebook could not be executed: {outcome.get('ename')}: {outcome.get('evalue')}"
     return f"{where}: {what.rstrip('.')}. The log is {log}."
+
+
+def _death(code: int | None, peak: int | None) -> str:
+    """How the kernel ended: killed (mostly for memory), crashed, or by itself."""
+    if code is None or code >= 0:
+        return f"the kernel ended itself (exit status {code})"
+    name = signal.Signals(-code).name
+    if -code != signal.SIGKILL:
+        return f"the kernel crashed ({name}); the end of the log may say where"
+    size = f" at {peak / 2**30:.1f} GiB" if peak else ""
+    return f"the kernel was killed by the system{size}, most often for lack of memory; try smaller parameters"
 
 
 def _record(

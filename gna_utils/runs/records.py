@@ -268,7 +268,9 @@ def _provenance(frame: pd.DataFrame, name: str, parameters: Mapping[str, Any] | 
 def _loaded_models() -> list[dict[str, Any]]:
     """The models that this process loaded through :mod:`gna_utils.models`, without importing it."""
     module = sys.modules.get("gna_utils.models")
-    return [] if module is None else [asdict(info) for info in module.loaded()]
+    found = [] if module is None else [asdict(info) for info in module.loaded()]
+    # Records are shared: the name of the home folder is nobody's business.
+    return [info | {"source": info["source"].replace(str(Path.home()), "~", 1)} for info in found]
 
 
 def _device() -> str:

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 import nbformat
 import papermill
 import psutil
+from jupyter_client import AsyncKernelManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
@@ -25,6 +26,18 @@ from .project import write_json
 
 FACTS_TAG = "gna-facts"
 _FACTS_SOURCE = "from gna_utils.runs.records import write_kernel_facts\nwrite_kernel_facts()"
+
+
+class _KernelManager(AsyncKernelManager):
+    """Remembers how the kernel ended, which tells a crash from a kill."""
+
+    exit_status: int | None = None
+
+    async def is_alive(self) -> bool:
+        alive = await super().is_alive()
+        if not alive and self.has_kernel:
+            _KernelManager.exit_status = await self.provisioner.poll()
+        return alive
 
 
 def main(request_file: str) -> int:
@@ -65,6 +78,7 @@ def _execute(request: dict[str, Any], events: TextIO) -> dict[str, Any] | None:
             progress_bar=False,
             cwd=request["cwd"],
             execution_timeout=request["timeout"],
+            kernel_manager_class=_KernelManager,
             on_cell_start=on_cell_start,
         )
     except PapermillExecutionError as error:
@@ -75,7 +89,7 @@ def _execute(request: dict[str, Any], events: TextIO) -> dict[str, Any] | None:
         return {"cause": "timeout"}
     except DeadKernelError as error:
         logging.error("%s", error)
-        return {"cause": "died"}
+        return {"cause": "died", "code": _KernelManager.exit_status}
     except Exception as error:
         logging.exception("the notebook could not be executed")
         return {"cause": "internal", "ename": type(error).__name__, "evalue": str(error)}
