@@ -73,7 +73,9 @@ def plan(
     changed = {
         k: v for k, v in changed.items() if v != known[k].default or type(v) is not type(known[k].default)
     }
-    code = fingerprint.of_run(project, notebook, changed, for_site=for_site, extra=context)
+    code = fingerprint.of_run(
+        project, notebook, changed, for_site=for_site, extra=context, kernel=_ENVIRONMENT
+    )
     folder = (Path(out).expanduser().resolve() if out else project.runs_dir) / chapter.name / code
     values = {name: p.default for name, p in known.items()} | changed
     return Plan(project, chapter, values, changed, code, folder, for_site, read_record(folder))
