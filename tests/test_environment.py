@@ -1,10 +1,12 @@
-"""environment.yml, pyproject.toml and requirements.lock must tell one story, and so must the installed versions."""
+"""environment.yml, pyproject.toml and requirements.lock tell one story, and the code imports nothing else."""
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,28 @@ def test_package_and_citation_carry_one_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == gna_utils.__version__ == version("gna-utils")
     assert f"## {gna_utils.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def imported(folder: str) -> set[str]:
+    """Top-level modules that the Python files of a folder import, wherever the import stands."""
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        if "actor" in path.parts:  # runs in the environment of the NDIF server, not in ours
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(node.module.split(".")[0])
+    own = {path.stem for area in (folder, "tests") for path in (ROOT / area).rglob("*.py")}
+    return found - set(sys.stdlib_module_names) - own - {"gna_utils", "tests"}
+
+
+@pytest.mark.parametrize("folder", ["gna_utils", "tests", "benchmarks"])
+def test_every_imported_package_is_declared(folder):
+    distributions = packages_distributions()
+    for module in sorted(imported(folder)):
+        names = {canonicalize_name(name) for name in distributions.get(module, [module])}
+        assert names & set(declared()), (
+            f"'{module}' is imported in {folder}/ but not declared in pyproject.toml"
+        )
