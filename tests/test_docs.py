@@ -18,8 +18,8 @@ def blocks(page: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run_in_order(page):
-    # 4 prompts tell as much about whether the code runs as 100 do
-    code = [re.sub(r"key_value\(100, 10", "key_value(4, 5", block) for block in blocks(page)]
+    # 8 prompts tell as much about whether the code runs as 100 do
+    code = [re.sub(r"key_value\(100, 10", "key_value(8, 5", block) for block in blocks(page)]
     assert len(code) >= 2
     scope: dict = {}
     for number, block in enumerate(code):
