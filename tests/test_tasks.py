@@ -222,3 +222,14 @@ def test_mqar_text_shows_pairs_and_answers():
 def test_mqar_refuses_what_does_not_fit(options):
     with pytest.raises(GnaError, match="pair"):
         mqar(**({"n_examples": 2, "n_pairs": 4, "length": 16} | options))
+
+
+def test_other_values_and_wordings_leave_the_question_as_it_is():
+    """Probes are compared on the same keys and the same question, or the comparison is not paired."""
+    probes = [
+        key_value(20, 8, tokenizer=bpe.build(), seed=3, **options)
+        for options in ({}, {"values": "numbers"}, {"wording": "paper"}, {"query": "first"})
+    ]
+    asked = [[(e.meta["key"], e.answer) for e in examples] for examples in probes]
+    assert all(one == asked[0] for one in asked)
+    assert len({place for _, place in asked[0]}) > 3

@@ -69,7 +69,8 @@ def key_value(
         that does not name the key, so the model can look for the key while it reads.
     keys, values: ``"words"``, ``"numbers"`` (0 to 99, all of one token length), or a list of strings.
     position: which pair is asked for: an index, ``"first"``, ``"last"``, a fraction from 0.0 to 1.0, or
-        ``None`` for a random one. It does not change the dictionary.
+        ``None`` for a random one. It does not change the dictionary; nor does the kind of values change which
+        keys are drawn and which is asked for.
     multi_token: words of two or more tokens instead of single tokens.
 
     Example ``i`` depends on ``seed`` and ``i`` alone: more examples only add to the list, and the global
@@ -86,15 +87,17 @@ def key_value(
             f"{n_examples} examples with {n_pairs} pairs were asked for: "
             "it takes at least 1 example and 2 pairs."
         )
-    _place(position, n_pairs, np.random.default_rng(0))  # a bad position is refused before any work
+    if position is not None:
+        _place(position, n_pairs)  # a bad position is refused before any work
     key_pool = pool(keys, "key", tokenizer, multi_token=multi_token)
     value_pool = pool(values, "value", tokenizer, multi_token=multi_token)
     _check_pools(n_pairs, key_pool, value_pool)
     examples = []
     for i in range(n_examples):
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(i,)))
+        drawn = int(rng.integers(n_pairs))  # first, so that other values leave the question as it is
         pairs = _draw_pairs(n_pairs, key_pool, value_pool, rng)
-        place = _place(position, n_pairs, rng)
+        place = drawn if position is None else _place(position, n_pairs)
         options = {"seed": seed, "index": i, "n_pairs": n_pairs, "wording": wording, "query": query}
         examples.append(_write(pairs, place, _TEMPLATES[wording, query], options))
     return examples
@@ -141,9 +144,7 @@ def _span(template: str, field: str, word: str, offset: int) -> tuple[int, int]:
     return start, start + len(word)
 
 
-def _place(position: int | float | str | None, n_pairs: int, rng: np.random.Generator) -> int:
-    if position is None:
-        return int(rng.integers(n_pairs))
+def _place(position: int | float | str, n_pairs: int) -> int:
     named = {"first": 0, "last": n_pairs - 1}
     if isinstance(position, str) and position in named:
         return named[position]
