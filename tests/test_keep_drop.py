@@ -66,6 +66,20 @@ def test_mask_rows_of_all_attention_heads(tiny_model):
         assert torch.equal(run(model), once)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "zamba2", "falcon_h1"])
+def test_masked_rows_of_a_head_are_exactly_zero_and_others_are_not(tiny_model, family):
+    """Scores of 0 before the softmax would give the mean over all positions instead (Retrieval_Head 9)."""
+    model, _, _ = tiny_model(family)
+    mixer = next(mixer for mixer in layers(model) if mixer.kind == "attention")
+    with (
+        mask_rows(model, [(mixer.layer, 2)], positions="query"),
+        model.trace(input_ids=IDS, attention_mask=MASK),
+    ):
+        site = model.get(f"{mixer.path}.{mixer.out_proj}").input.save()
+    zero = (site.unflatten(-1, (mixer.n_heads, mixer.head_dim)) == 0).all(-1) & MASK.bool()[..., None]
+    assert zero.nonzero().tolist() == [[i, n - 1, 2] for i, n in enumerate(LENGTHS.tolist())]
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_dropped_layer_passes_the_residual_on(tiny_model, family):
     model, hf_model, _ = tiny_model(family)

@@ -53,6 +53,28 @@ def test_number_and_width_of_heads(tiny_model, family, layer, kind, shape):
     assert (mixer.n_heads, mixer.head_dim) == shape
 
 
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_contributions_of_heads_and_bias_add_up_to_the_output(tiny_model, family):
+    """A head width taken as hidden size / heads would cut elsewhere (TransformerLens 1593)."""
+    model, hf_model, _ = tiny_model(family)
+    ids = tiny.ids(2, 9)
+    for mixer in layers(model):
+        if not mixer.n_heads:
+            continue
+        path = f"{mixer.path}.{mixer.out_proj}"
+        projection, width = hf_model.get_submodule(path), mixer.head_dim
+        with model.trace(input_ids=ids, attention_mask=torch.ones_like(ids)):
+            heads, output = model.get(path).input.save(), model.get(path).output.save()
+        weight = projection.weight.T if family == "gpt2" else projection.weight
+        parts = [
+            heads[..., width * h : width * (h + 1)] @ weight[:, width * h : width * (h + 1)].T
+            for h in range(mixer.n_heads)
+        ]
+        bias = 0 if projection.bias is None else projection.bias
+        assert torch.allclose(sum(parts) + bias, output, atol=1e-4)
+    assert family not in ("gpt2", "gpt_neox") or bias.abs().max() > 0
+
+
 def test_llamba_is_a_kind_of_its_own():
     table = layers(tiny_llamba.build())
     assert [(mixer.kind, mixer.n_heads, mixer.head_dim) for mixer in table] == [("discrete_ssd", 4, 8)] * 2

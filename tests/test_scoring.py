@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from gna_utils import GnaError, ablate, layers, scoring
-from gna_utils.scoring import GnaWarning, accuracy, score, window
+from gna_utils.scoring import GnaWarning, accuracy, next_tokens, score, window
 from gna_utils.tasks import Encoded, Example, encode, key_value
 
 # random models give candidates little probability; the tests of warnings ask for them
@@ -247,6 +247,16 @@ def test_frame_holds_what_the_logits_say(tiny_model):
         others = np.delete(mine, row.answer).max()
         assert line["margin"] == pytest.approx(np.log(mine[row.answer] / others), abs=1e-4)
         assert line["n_candidates"] == 6 and line["answer"] == row.answer
+
+
+def test_next_tokens_are_the_largest_probabilities(tiny_model):
+    model, hf_model, words = tiny_model("gpt2")
+    [row] = coded(1, single=True)
+    best = hf_model(torch.tensor([row.input_ids])).logits[0, -1].softmax(-1).topk(5)
+    found = next_tokens(model, row, 5)
+    assert list(found["token"]) == [words.decode([i]) for i in best.indices.tolist()]
+    assert found["probability"].tolist() == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert len(next_tokens(model, row, 1000)) == tiny.VOCAB
 
 
 def test_low_mass_is_reported_and_high_mass_is_not(fake_forward):
