@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .errors import GnaError
 from .interventions import running
-from .mixers.table import layers
+from .mixers.table import check_transformers, layers
 from .remote import backend
+from .tasks import encode, encode_texts
 
 # names of the cache in the signatures and outputs of transformers, newest first
 _CACHES = ("cache", "past_key_values", "cache_params")
@@ -54,6 +55,7 @@ def forward(
     with padding or on a server, and when a context is active on another model.
     """
     require_eval(model)
+    check_transformers(model._module)
     _check(input_ids, attention_mask, past, keep_past, remote)
     length = input_ids.shape[1]
     positions = _positions(positions, attention_mask[:, -length:], length)
@@ -118,10 +120,8 @@ def encode_prompts(model, prompts) -> tuple[Tensor, Tensor, list | None]:
     if not items:
         raise GnaError("no prompt was given: name at least one.")
     if all(isinstance(item, str) for item in items):
-        return *_pad(model.tokenizer(items)["input_ids"]), None
+        return *_pad(encode_texts(items, model.tokenizer)), None
     if all(hasattr(item, "candidates") for item in items):
-        from .tasks import encode
-
         items = encode(items, model.tokenizer)
     if not all(hasattr(item, "input_ids") for item in items):
         raise GnaError(

@@ -55,7 +55,8 @@ def ablate(
     - ``mean``: its mean over the marked positions of the ``reference`` prompts (over all their tokens for
       ``"all"`` and for a map), one vector for every position.
     - ``resample``: its values in another prompt of ``reference``; the k-th marked position takes the donor's
-      k-th, or its last. Which prompt is drawn from ``seed`` and the tokens, whatever the batch.
+      k-th, or its last. Which prompt is drawn from ``seed`` and the tokens of the whole prompt, whatever the
+      batch; so another last token may bring another donor, and change logits before it.
 
     ``positions``: ``"all"``; the ``"query"`` (the last token of a prompt); the ``"summary"`` tokens of its
     segments; the ``"key"`` or ``"value"`` asked for; or a map, a BoolTensor (batch, length) or (length,).

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gna_utils import GnaError
-from gna_utils.tasks import Example, Segment, batches, encode, key_value
+from gna_utils.tasks import Example, Segment, batches, encode, encode_texts, key_value
 
 KINDS = [{}, {"trim": True}, {"split_digits": True, "trim": True, "bos": True}, {"bos": True, "eos": True}]
 CHAT = "<|begin|>user\n{question}\nmodel\n"
@@ -216,3 +216,12 @@ def test_letters_and_digits_of_the_pretrained_tokenizer(smollm2):
     assert [len(ids) for ids in numbers] == [3, 2, 3] and len({ids[0] for ids in numbers}) == 1
     assert encode(example("Answer: ", ("A", "B")), tokenizer)[0].candidate_ids == letters[:2]
     assert tokenizer.bos_token_id not in encode(example(), tokenizer)[0].input_ids
+
+
+def test_plain_texts_get_the_lead_once_and_nothing_behind_them():
+    """A doubled BOS, or an EOS where the answer is read, moves accuracies (lm-evaluation-harness 2676)."""
+    tokenizer = bpe.build(bos=True, eos=True)
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    plain, written = encode_texts(["fox: sun", "<|begin|>fox: sun"], tokenizer)
+    assert plain == written and plain.count(begin) == 1 and end not in plain
+    assert encode_texts(["fox: sun"], bpe.build())[0] == plain[1:]

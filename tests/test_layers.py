@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from gna_utils import GnaError, Head, layers
+from gna_utils.forward import forward, tokens
 from gna_utils.mixers import LayerTable, MixerInfo
 
 
@@ -143,3 +144,6 @@ def test_known_bad_transformers_are_refused_for_scan_models(tiny_model, monkeypa
         return
     with pytest.raises(GnaError, match=f"transformers {version} loses the state"):
         layers(tiny_model("mamba2")[0])
+    model = tiny_model("mamba2")[0]
+    with pytest.raises(GnaError, match=f"transformers {version} loses the state"):
+        forward(model, *tokens(model, "w1 w2"))

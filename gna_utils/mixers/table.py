@@ -161,21 +161,22 @@ def layers(model) -> LayerTable:
         raise GnaError(
             f"{name} has no known mixer ({', '.join(KINDS)}); its layers are made of: {', '.join(classes)}."
         )
-    if any(mixer.kind in SCANS[:3] for mixer in mixers):
-        check_transformers(name)
+    check_transformers(module)
     return LayerTable(mixers, name, list_path)
 
 
-def check_transformers(name: str) -> None:
-    """Refuse the transformers versions that lose the scan state between chunks on a CPU.
+def check_transformers(module: nn.Module) -> None:
+    """Refuse to run scan layers on the transformers versions that lose their state between chunks on a CPU.
 
     Reported for Mamba-2, Zamba2 and Nemotron-H: huggingface/transformers 47246, 47250, 47513.
     """
-    version = Version(transformers.__version__)
-    if Version("5.6.0") <= version <= Version("5.13.0"):
+    if not Version("5.6.0") <= Version(transformers.__version__) <= Version("5.13.0"):
+        return
+    scans = filter(None, map(_scan, module.modules()))
+    if any(kind != "discrete_ssd" for kind, _, _ in scans):  # Llamba's scan is our own
         raise GnaError(
-            f"transformers {version} loses the state of scan layers between chunks, so {name} would give "
-            "wrong numbers: install transformers 5.24 or newer."
+            f"transformers {transformers.__version__} loses the state of scan layers between chunks, so "
+            f"{type(module).__name__} would give wrong numbers: install transformers 5.24 or newer."
         )
 
 

@@ -79,10 +79,29 @@ def encode(examples: Example | Iterable[Example], tokenizer, max_length: int | N
     ]
 
 
+def encode_texts(texts: Sequence[str], tokenizer) -> list[list[int]]:
+    """Token ids of plain texts: the special tokens before a text once, and nothing behind it.
+
+    >>> encode_texts(["<s>a b"], tokenizer) == encode_texts(["a b"], tokenizer)
+    True
+    """
+    lead = _lead(tokenizer)
+    coded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [[*lead, *ids[_doubled(lead, ids) :]] for ids in coded]
+
+
 def _lead(tokenizer) -> list[int]:
     """The special tokens that the tokenizer puts before a text."""
     full, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     return next(full[:k] for k in range(len(full)) if full[k : k + len(bare)] == bare)
+
+
+def _doubled(lead: list[int], ids: list[int]) -> int:
+    """How many tokens of a text spell out the lead, which is then there once and not twice."""
+    found = 0
+    while lead and ids[found : found + len(lead)] == lead:
+        found += len(lead)
+    return found
 
 
 def _encode(example: Example, name: str, tokenizer, lead: list[int], window: int | None) -> Encoded:
@@ -96,10 +115,7 @@ def _encode(example: Example, name: str, tokenizer, lead: list[int], window: int
     coded = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
     texts = [prompt + spaces + candidate for candidate in example.candidates]
     ids, joint = coded["input_ids"], tokenizer(texts, add_special_tokens=False)["input_ids"]
-    # a lead that the text itself spells out is taken off, so that it is there once and not twice
-    doubled = 0
-    while lead and ids[doubled : doubled + len(lead)] == lead:
-        doubled += len(lead)
+    doubled = _doubled(lead, ids)
     plain, *joint = ([*lead, *row[doubled:]] for row in (ids, *joint))
     if not plain:
         raise GnaError(f"{name} has an empty prompt, and the tokenizer adds no token before it.")
