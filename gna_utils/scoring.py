@@ -85,7 +85,7 @@ def score(
     right (one candidate begins another), and where the candidates together hold less than 0.1 of the
     probability, because then the model is about to say something else.
     Raises :class:`~gna_utils.errors.GnaError` on an unknown method, on no examples, when first tokens do
-    not tell candidates apart, and whenever :func:`~gna_utils.tasks.encode` does.
+    not tell candidates apart, when the model gives NaN, and whenever :func:`~gna_utils.tasks.encode` does.
     """
     if method not in METHODS:
         raise GnaError(f"unknown method '{method}': choose one of {', '.join(METHODS)}.")
@@ -97,6 +97,11 @@ def score(
     used: dict[str, None] = {}
     with tqdm(total=len(encoded), disable=None if progress is None else not progress, mininterval=2) as bar:
         for index, logprobs, how in _run(model, encoded, max_tokens, remote):
+            if np.isnan(logprobs).any():
+                raise GnaError(
+                    f"the model gives NaN for example {index}: its weights are damaged, or its dtype is too "
+                    "narrow for it (load it with dtype='float32')."
+                )
             found[index], used[how] = logprobs, None
             bar.update()
     frame = pd.DataFrame([_row(i, row, found[i]) for i, row in enumerate(encoded)])

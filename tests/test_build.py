@@ -327,3 +327,26 @@ def test_outputs_are_put_into_the_edited_notebook(tmp_path, monkeypatch):
     ]
     source["cells"].append(code("one more"))
     assert build._with_outputs(source, made) == executed
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"root: 5\n", "names 5 as a page"),
+        (b"root: book/intro\nchapters:\n- file:\n", "names None as a page"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_damaged_table_of_contents_is_one_sentence(tmp_path, content, message):
+    """A page without a name, or another encoding, must not end in a traceback."""
+    (tmp_path / "_toc.yml").write_bytes(content)
+    with pytest.raises(GnaError, match=f"table of contents .*{message}"):
+        Project(tmp_path).pages()
+
+
+@pytest.mark.parametrize(("content", "message"), [("a: [", "cannot be read"), ("- a", "are a list")])
+def test_damaged_settings_are_one_sentence(tmp_path, content, message):
+    """Settings that are no YAML, or no names with values, must not end in a traceback."""
+    (tmp_path / "_config.yml").write_text(content)
+    with pytest.raises(GnaError, match=f"the settings .*{message}"):
+        build._config(tmp_path / "_config.yml")

@@ -324,6 +324,14 @@ def test_what_cannot_be_scored_is_refused(tiny_model, call, message):
         call(tiny_model("llama")[0])
 
 
+def test_a_model_that_gives_nan_is_refused():
+    """Damaged weights and float16 overflow give NaN, of which no candidate is the best."""
+    model, hf_model, _ = tiny.build("llama")
+    hf_model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(GnaError, match="NaN for example 0: its weights are damaged, or its dtype"):
+        score(model, coded(1))
+
+
 def test_progress_stays_short_where_nobody_watches(tiny_model):
     """A bar wrote one line per update into logs (papermill issue 765)."""
     for progress, most in ((None, 0), (False, 0), (True, 4)):

@@ -230,7 +230,12 @@ def _with_outputs(source: dict, record: RunRecord) -> dict:
 
 def _config(source: Path) -> str:
     """The settings of the site, with execution off whatever they say: the chapters have been executed."""
-    config = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
+    try:
+        config = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise GnaError(f"the settings {source} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise GnaError(f"the settings {source} are a {type(config).__name__}: write 'name: value' lines.")
     config["execute"] = (config.get("execute") or {}) | {"execute_notebooks": "off"}
     return yaml.safe_dump(config, allow_unicode=True, sort_keys=False)
 

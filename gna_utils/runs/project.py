@@ -66,9 +66,12 @@ class Project:
         toc = self.root / "_toc.yml"
         try:
             content = yaml.safe_load(toc.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise GnaError(f"the table of contents {toc} cannot be read: {error}") from None
         pages = list(_files(content))
+        for page in pages:
+            if not isinstance(page, str):
+                raise GnaError(f"the table of contents {toc} names {page!r} as a page: give a file's name.")
         if not pages:
             raise GnaError(f"the table of contents {toc} names no page: give it a 'root' and 'chapters'.")
         twice = sorted({page for page in pages if pages.count(page) > 1})
