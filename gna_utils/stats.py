@@ -10,6 +10,7 @@ import numpy as np
 from .errors import GnaError
 
 N_RESAMPLES = 5000
+TAIL = 0.025
 _BLOCK = 4_000_000  # numbers drawn at a time, which keeps memory near 64 MB for any n
 
 
@@ -39,20 +40,27 @@ class Estimate:
         return asdict(self)
 
     def against_chance(self) -> str:
-        """What the interval says about guessing, as words that fit into a sentence.
+        """What the data say about guessing, as words that fit into a sentence.
 
         >>> Estimate(0.62, 0.57, 0.67, 300, chance=0.1).against_chance()
         'clearly above chance'
+        >>> Estimate(1.0, 1.0, 1.0, 2, chance=0.33).against_chance()
+        'not distinguishable from chance'
 
-        Raises :class:`~gna_utils.errors.GnaError` when no chance level is known.
+        *Clearly* takes two things: the interval leaves out chance, and guessing would go as far in at most
+        2.5 % of such runs (exact binomial). The second guards small samples, whose bootstrap intervals are
+        too narrow. Raises :class:`~gna_utils.errors.GnaError` when no chance level is known.
         """
         if self.chance is None:
             raise GnaError("this estimate has no chance level to compare with: make it with chance=...")
         if np.isnan(self.low):
             return "not to be told from chance by a single example"
-        if self.low > self.chance:
+        right = self.value * self.n
+        if self.low > self.chance and _at_least(right, self.n, self.chance) <= TAIL:
             return "clearly above chance"
-        return "clearly below chance" if self.high < self.chance else "not distinguishable from chance"
+        if self.high < self.chance and _at_least(self.n - right, self.n, 1 - self.chance) <= TAIL:
+            return "clearly below chance"
+        return "not distinguishable from chance"
 
 
 def bootstrap(
@@ -119,3 +127,13 @@ def _resampled_means(data: np.ndarray, n_resamples: int, seed: int) -> np.ndarra
     step = max(1, _BLOCK // data.size)
     blocks = [min(step, n_resamples - done) for done in range(0, n_resamples, step)]
     return np.concatenate([data[rng.integers(data.size, size=(rows, data.size))].mean(1) for rows in blocks])
+
+
+def _at_least(count: float, n: int, share: float) -> float:
+    """The probability that ``n`` guesses, each right with probability ``share``, give ``count`` or more."""
+    if not 0 < share < 1:
+        return float(share >= 1 or count <= 0)
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])  # of the factorials
+    k = np.arange(int(np.ceil(count - 1e-9)), n + 1)
+    terms = logs[n] - logs[k] - logs[n - k] + k * np.log(share) + (n - k) * np.log1p(-share)
+    return float(np.exp(terms).sum())

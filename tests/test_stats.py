@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gna_utils import GnaError
-from gna_utils.stats import Estimate, bootstrap, paired_bootstrap
+from gna_utils.stats import Estimate, _at_least, bootstrap, paired_bootstrap
 
 
 @pytest.mark.parametrize(("n", "hits"), [(100, 62), (400, 40), (30, 15)])
@@ -91,18 +91,36 @@ def test_what_cannot_be_estimated_is_refused(call, message):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "words"),
+    ("estimate", "words"),
     [
-        (0.11, 0.3, "clearly above chance"),
-        (0.10, 0.3, "not distinguishable from chance"),
-        (0.02, 0.09, "clearly below chance"),
-        (float("nan"), float("nan"), "not to be told from chance by a single example"),
+        (Estimate(0.20, 0.11, 0.30, 50, 0.1), "clearly above chance"),
+        (Estimate(0.20, 0.10, 0.30, 50, 0.1), "not distinguishable from chance"),
+        (Estimate(0.01, 0.00, 0.03, 100, 0.1), "clearly below chance"),
+        (Estimate(1.00, 1.00, 1.00, 2, 1 / 3), "not distinguishable from chance"),  # 1 run in 9 by luck
+        (Estimate(0.00, 0.00, 0.00, 10, 0.1), "not distinguishable from chance"),  # 1 run in 3 by luck
+        (Estimate(1.0, float("nan"), float("nan"), 1, 0.5), "not to be told from chance by a single example"),
     ],
 )
-def test_words_about_chance_follow_the_interval(low, high, words):
-    assert Estimate(0.2, low, high, 50, chance=0.1).against_chance() == words
+def test_words_about_chance_follow_interval_and_luck(estimate, words):
+    assert estimate.against_chance() == words
     with pytest.raises(GnaError, match="no chance level"):
-        Estimate(0.2, low, high, 50).against_chance()
+        Estimate(0.2, 0.1, 0.3, 50).against_chance()
+
+
+@pytest.mark.parametrize("n", [6, 20, 100])
+def test_guessing_is_rarely_called_clear(n):
+    """A bootstrap interval alone calls one guessing run in four clear at n = 6."""
+    rng = np.random.default_rng(0)
+    runs = rng.random((400, n)) < 0.25
+    verdicts = [bootstrap(run, chance=0.25, n_resamples=400).against_chance() for run in runs]
+    assert sum("clearly" in verdict for verdict in verdicts) / len(verdicts) < 0.06
+
+
+def test_luck_is_the_exact_binomial():
+    assert _at_least(3, 3, 0.5) == pytest.approx(0.125)
+    assert _at_least(0, 40, 0.3) == pytest.approx(1)
+    drawn = np.random.default_rng(1).binomial(30, 0.2, 200_000)
+    assert _at_least(10, 30, 0.2) == pytest.approx((drawn >= 10).mean(), abs=0.003)
 
 
 def test_row_holds_every_number():

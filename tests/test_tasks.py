@@ -133,7 +133,7 @@ def test_shared_pool_never_runs_out_at_its_limit():
 
 
 def test_tokenizer_that_knows_no_word_offers_an_empty_pool(tiny_model):
-    with pytest.raises(GnaError, match="hold 0 keys and 0 values"):
+    with pytest.raises(GnaError, match=r"keys=\[...\] and values=\[...\], or try multi_token=True"):
         key_value(1, 2, tokenizer=tiny_model("llama")[2])
 
 
@@ -233,3 +233,17 @@ def test_other_values_and_wordings_leave_the_question_as_it_is():
     asked = [[(e.meta["key"], e.answer) for e in examples] for examples in probes]
     assert all(one == asked[0] for one in asked)
     assert len({place for _, place in asked[0]}) > 3
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "a", True, None])
+def test_a_seed_is_a_whole_number_from_0_on(seed):
+    with pytest.raises(GnaError, match="give a whole number from 0 on"):
+        key_value(1, 2, tokenizer=bpe.build(), seed=seed)
+    with pytest.raises(GnaError, match="give a whole number from 0 on"):
+        mqar(1, 2, seed=seed)
+
+
+@pytest.mark.parametrize(("n_examples", "n_pairs"), [(1.5, 2), ("a", 2), (0, 2), (1, 2.5), (1, 1)])
+def test_numbers_of_examples_and_pairs_are_whole(n_examples, n_pairs):
+    with pytest.raises(GnaError, match="at least 1 example and 2 pairs"):
+        key_value(n_examples, n_pairs, tokenizer=bpe.build())

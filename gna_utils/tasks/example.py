@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
+from ..errors import GnaError
+
 
 class Segment(NamedTuple):
     """One logical part of a prompt, such as a key-value line: characters ``start`` to ``end`` (exclusive).
@@ -38,3 +42,10 @@ class Example:
     target: int | None = None
     meta: Mapping[str, object] = field(default_factory=dict)
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def generator(seed: int, i: int) -> np.random.Generator:
+    """The random numbers of example ``i``: the same for any number of examples, and apart from all others."""
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise GnaError(f"seed {seed!r} is not possible: give a whole number from 0 on.")
+    return np.random.default_rng(np.random.SeedSequence(int(seed), spawn_key=(i,)))

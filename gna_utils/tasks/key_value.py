@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import GnaError
-from .example import Example, Segment
+from .example import Example, Segment, generator
 from .words import pool
 
 # (wording, query): what stands before the pairs, one pair, and what stands after them.
@@ -82,7 +82,7 @@ def key_value(
             f"there is no wording '{wording}' with the query '{query}': choose the wording among "
             f"{', '.join(WORDINGS)} and the query among {', '.join(QUERIES)}."
         )
-    if n_examples < 1 or n_pairs < 2:
+    if not _whole(n_examples, 1) or not _whole(n_pairs, 2):
         raise GnaError(
             f"{n_examples} examples with {n_pairs} pairs were asked for: "
             "it takes at least 1 example and 2 pairs."
@@ -94,13 +94,17 @@ def key_value(
     _check_pools(n_pairs, key_pool, value_pool)
     examples = []
     for i in range(n_examples):
-        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(i,)))
+        rng = generator(seed, i)
         drawn = int(rng.integers(n_pairs))  # first, so that other values leave the question as it is
         pairs = _draw_pairs(n_pairs, key_pool, value_pool, rng)
         place = drawn if position is None else _place(position, n_pairs)
         options = {"seed": seed, "index": i, "n_pairs": n_pairs, "wording": wording, "query": query}
         examples.append(_write(pairs, place, _TEMPLATES[wording, query], options))
     return examples
+
+
+def _whole(number, least: int) -> bool:
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool) and number >= least
 
 
 def _draw_pairs(n_pairs: int, key_pool, value_pool, rng: np.random.Generator) -> list[tuple[str, str]]:
@@ -150,7 +154,7 @@ def _place(position: int | float | str, n_pairs: int) -> int:
         return named[position]
     if isinstance(position, float) and 0 <= position <= 1:
         return round(position * (n_pairs - 1))
-    if isinstance(position, (int, np.integer)) and not isinstance(position, bool) and 0 <= position < n_pairs:
+    if _whole(position, 0) and position < n_pairs:
         return int(position)
     raise GnaError(
         f"position {position!r} is not a place among {n_pairs} pairs: give an index from 0 to {n_pairs - 1}, "
@@ -162,8 +166,13 @@ def _check_pools(n_pairs: int, key_pool: tuple[str, ...], value_pool: tuple[str,
     # in the worst case every drawn key is taken out of the values
     shared = len(set(key_pool) & set(value_pool))
     possible = [n for n in range(1, len(key_pool) + 1) if n + min(n, shared) <= len(value_pool)]
+    if not possible:
+        raise GnaError(
+            "this tokenizer splits none of the book's words as keys and values need it: give your own by "
+            "keys=[...] and values=[...], or try multi_token=True."
+        )
     if n_pairs not in possible:
         raise GnaError(
             f"{n_pairs} pairs were asked for, but with this tokenizer the pools hold {len(key_pool)} keys "
-            f"and {len(value_pool)} values: at most {max(possible, default=0)} pairs are possible."
+            f"and {len(value_pool)} values: at most {max(possible)} pairs are possible."
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import GnaError
+from .example import generator
 
 IGNORE = -100  # the label that cross_entropy leaves out
 
@@ -87,7 +88,7 @@ def mqar(
     weights /= weights.sum()
     half = vocab_size // 2
     for i in range(n_examples):
-        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(i,)))
+        rng = generator(seed, i)
         keys = 1 + rng.choice(half - 1, n_pairs, replace=False)
         values = half + rng.choice(vocab_size - half, n_pairs, replace=False)
         places = 2 * n_pairs + 2 * rng.choice(space, n_pairs, replace=False, p=weights)
