@@ -15,6 +15,7 @@ from . import weights
 from .errors import GnaError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_LENGTH = 96  # the hub's own limit
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def find(name: str | os.PathLike[str]) -> Source:
     Looked up in this order: folders of ``data/models``, registered names and their aliases, local folders,
     hub ids. Raises :class:`GnaError` for anything else, with the nearest registered name.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise GnaError(f"{name!r} is no name of a model: give a registered name, a hub id or a folder.")
     name = os.fspath(name)
     included = _folders().get(name)
     if included is not None:
@@ -70,14 +73,22 @@ def find(name: str | os.PathLike[str]) -> Source:
     registered = _registered(name)
     if registered is not None:
         return registered
-    folder = Path(name).expanduser()
-    if name and folder.is_dir():
+    folder = _folder(name)
+    if folder is not None:
         if not (folder / "config.json").is_file():
             raise GnaError(f"the folder '{name}' holds no model: it lacks config.json.")
         return Source(name, str(folder.absolute()), is_folder=True)
-    if _HUB_ID.fullmatch(name) and not name.startswith("."):
+    if _HUB_ID.fullmatch(name) and len(name) <= _HUB_LENGTH and not name.startswith("."):
         return Source(name, name, is_folder=False)
     raise GnaError(_unknown(name))
+
+
+def _folder(name: str) -> Path | None:
+    try:
+        folder = Path(name).expanduser()
+        return folder if name and folder.is_dir() else None
+    except (OSError, RuntimeError):  # longer than the system allows, not readable, or of an unknown user
+        return None
 
 
 def _registered(name: str) -> Source | None:
@@ -96,12 +107,13 @@ def _unknown(name: str) -> str:
     known = sorted([*weights.manifest(), *_folders()])
     near = get_close_matches(name, known, n=1)
     hint = f" (did you mean '{near[0]}'?)" if near else ""
+    said = name if len(name) <= 2 * _HUB_LENGTH else f"{name[:_HUB_LENGTH]}..."
     choices = f"one of {', '.join(known)}"
     if "/" in name or "\\" in name:
         return (
-            f"there is no folder '{name}'{hint}: give an existing folder, a hub id 'org/name', or {choices}."
+            f"there is no folder '{said}'{hint}: give an existing folder, a hub id 'org/name', or {choices}."
         )
-    return f"unknown model '{name}'{hint}: give {choices}, a hub id such as 'org/name', or a local folder."
+    return f"unknown model '{said}'{hint}: give {choices}, a hub id such as 'org/name', or a local folder."
 
 
 def _folders() -> dict[str, Path]:

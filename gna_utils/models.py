@@ -21,11 +21,17 @@ from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from nnsight.modeling.transformers import TransformersModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from .catalogue import ModelCard, Source, find, registry
 from .errors import GnaError
-from .remote import ship_package
+from .remote import check, ship_package
 from .weights import file_sha256
 
 __all__ = ["ModelCard", "ModelInfo", "info", "load", "loaded", "registry"]
@@ -90,6 +96,7 @@ def load(
     start = time.perf_counter()
     if dtype not in (*_DTYPES, "auto"):
         raise GnaError(f"unknown dtype '{dtype}': choose one of {', '.join(_DTYPES)}, or auto.")
+    check(remote)
     away = remote not in (False, "local")
     where = torch.device("meta") if away else _device(device)
     source = find(name)
@@ -98,6 +105,11 @@ def load(
         shared |= _reach_hub(source.place, shared)
     with _quiet(), _explained(source):
         config, _ = PretrainedConfig.get_config_dict(source.place, **shared)
+        if not isinstance(config, dict):
+            raise GnaError(
+                f"the config.json of '{source.place}' is a {type(config).__name__}: "
+                "it must hold names with values."
+            )
         auto = _model_class(config)
         words = _tokenizer(tokenizer or source.tokenizer, source, shared)
         if away:
@@ -174,8 +186,8 @@ def _module(
     if missing:
         # transformers fills them with random numbers and only warns.
         raise GnaError(
-            f"the weights of '{source.name}' are incomplete: {len(missing)} tensors of the model are missing "
-            f"in '{source.place}', the first is {missing[0]}."
+            f"the weights in '{source.place}' are incomplete: {len(missing)} tensors of the model are "
+            f"missing, the first is {missing[0]}."
         )
     if "device_map" not in options:
         module.to(device)
@@ -193,16 +205,19 @@ def _model_class(config: dict) -> type:
 
 def _tokenizer(given: Any, source: Source, shared: dict) -> Any:
     """The tokenizer itself; it always has a padding token if any ordinary one can serve."""
-    if given is None or isinstance(given, str):
+    if given is None or isinstance(given, str | PathLike):
         place = given or source.place
         try:
             given = AutoTokenizer.from_pretrained(place, **shared)
         except (ValueError, OSError, KeyError) as error:
             _raise_if_gated(error, place)
+            where = "" if place == source.name else f" from '{place}'"
             raise GnaError(
-                f"no tokenizer for '{source.name}' could be loaded from '{place}': "
+                f"no tokenizer for '{source.name}' could be loaded{where}: "
                 "pass tokenizer=..., a tokenizer or the name of one."
             ) from error
+    if not isinstance(given, PreTrainedTokenizerBase):
+        raise GnaError(f"tokenizer={given!r} is no tokenizer: give one of transformers, or the name of one.")
     if given.pad_token is None:
         # An existing token: a new one would have an id that the model has no row for.
         given.pad_token = given.eos_token or given.unk_token or given.bos_token
@@ -282,8 +297,11 @@ def _explained(source: Source) -> Iterator[None]:
         _raise_if_gated(error, source.place)
         if isinstance(error, SafetensorError):
             message = f"the weights in '{source.place}' are damaged ({_first_line(error)}): get them again."
+        elif "ignore_mismatched_sizes" in str(error):
+            message = f"the weights in '{source.place}' do not fit its config.json: their shapes differ."
         else:
-            message = f"'{source.name}' cannot be loaded from '{source.place}': {_first_line(error)}"
+            name = "the model" if source.name == source.place else f"'{source.name}'"
+            message = f"{name} cannot be loaded from '{source.place}': {_first_line(error)}"
         raise GnaError(message) from error
 
 

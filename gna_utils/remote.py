@@ -32,6 +32,13 @@ def ship_package() -> None:
     nnsight.register("gna_utils")
 
 
+def check(remote: bool | str) -> None:
+    """Raise :class:`GnaError` unless `remote` is one of the values that :func:`backend` takes."""
+    address = isinstance(remote, str) and remote.startswith(("http://", "https://"))
+    if not (isinstance(remote, bool) or remote == "local" or address):
+        raise GnaError(f"remote={remote!r} is not possible: give True, False, 'local' or 'http://host:port'.")
+
+
 def backend(model: Any, remote: bool | str) -> Backend | None:
     """What ``model.trace(..., backend=...)`` needs so that the block runs where `remote` says.
 
@@ -44,12 +51,11 @@ def backend(model: Any, remote: bool | str) -> Backend | None:
     folder, it waits for a bounded time, and every failure is a :class:`GnaError` without the API key in it.
     The server decides the dtype (an NDIF server's default is bfloat16), whatever the model's is here.
     """
+    check(remote)
     if remote is False:
         return None
     if remote == "local":
         return model._remote_backend("local", True, None, False)
-    if isinstance(remote, str) and not remote.startswith(("http://", "https://")):
-        raise GnaError(f"remote='{remote}' is not possible: give True, False, 'local' or 'http://host:port'.")
     ship_package()
     host = remote if isinstance(remote, str) else nnsight.CONFIG.API.HOST
     return _ServerBackend(_key(model), host=host.rstrip("/"), env=model._remoteable_get_env())

@@ -157,6 +157,11 @@ def test_the_registry_of_the_project_is_whole():
         ("", "unknown model ''"),
         ("./nowhere", "there is no folder './nowhere'"),
         ("/nowhere/at/all", "there is no folder '/nowhere/at/all'"),
+        ("~nobody-at-all/x", "there is no folder '~nobody-at-all/x'"),
+        (None, "None is no name of a model: give a registered name, a hub id or a folder"),
+        (5, "5 is no name of a model"),
+        ("x" * 300, r"unknown model 'x{96}\.\.\.'"),
+        ("x" * 100 + "/" + "y" * 200, r"there is no folder 'x{96}\.\.\.'"),
     ],
 )
 def test_unknown_names(name, said, project):
@@ -178,13 +183,17 @@ def test_a_folder_without_a_model(tmp_path):
         ({"device": "cuda:99"}, "device 'cuda:99' is not available"),
         ({"attn_implementation": "telepathy"}, "cannot be loaded from .*telepathy"),
         ({"no_such_option": 1}, "cannot be loaded from .*no_such_option"),
+        ({"tokenizer": 5}, "tokenizer=5 is no tokenizer: give one of transformers, or the name of one"),
+        ({"remote": "foo"}, "remote='foo' is not possible: give True, False, 'local' or 'http://host:port'"),
+        ({"remote": "ftp://x"}, "remote='ftp://x' is not possible"),
+        ({"remote": None}, "remote=None is not possible"),
         ({"tokenizer": "./nowhere"}, "no tokenizer for .* could be loaded from './nowhere': pass tokenizer="),
     ],
 )
 def test_bad_options(options, said, folders):
     with pytest.raises(GnaError, match=said) as error:
         load(str(folders("llama")), **{"device": "cpu", **options})
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and str(error.value).count(str(folders("llama"))) <= 1
 
 
 def copied(folder, tmp_path):
@@ -207,6 +216,23 @@ def test_missing_weights_are_not_replaced_by_random_ones(folders, tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(GnaError, match=r"incomplete: 1 tensors .* model\.layers\.1\.mlp\.up_proj\.weight"):
         load(str(folder), device="cpu")
+
+
+def test_weights_of_other_shapes_than_the_configuration(folders, tmp_path):
+    """transformers speaks of an option that nobody set, and refers to a report above."""
+    folder = copied(folders("llama"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))
+    with pytest.raises(GnaError, match=f"^the weights in '{folder}' do not fit its config.json") as error:
+        load(folder, device="cpu")
+    assert str(error.value).count(str(folder)) == 1
+
+
+def test_a_configuration_that_is_a_list(folders, tmp_path):
+    folder = copied(folders("llama"), tmp_path)
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(GnaError, match=r"config\.json of .* is a list: it must hold names with values"):
+        load(folder, device="cpu")
 
 
 @pytest.mark.parametrize("content", ["{broken", '{"model_type": "nonsense"}', "{}"])
