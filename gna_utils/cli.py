@@ -6,29 +6,57 @@ Each command imports what it needs when it runs, so that ``gna --help`` answers 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from . import __version__
 from .errors import GnaError
 
-EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 128 + signal.SIGTERM
+
+
+class _Terminated(BaseException):
+    """SIGTERM as an exception, so that it ends a run as orderly as Ctrl-C does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when it went well, 2 with a sentence on stderr when it cannot be done."""
     options = _parser().parse_args(arguments)
     try:
-        return options.command(options) or 0
+        with _terminable():
+            return options.command(options) or 0
     except GnaError as error:
         print(f"gna: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print("gna: stopped; nothing was left half-written.", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except _Terminated:
+        print("gna: terminated; nothing was left half-written.", file=sys.stderr)
+        return EXIT_TERMINATED
     except BrokenPipeError:  # the reader of our output went away, as in `gna models | head`
         sys.stderr.close()
         return 0
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not break off the tidying
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,10 +103,9 @@ def _add_timeout(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of seconds above 0")
+    return int(text)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -102,6 +129,8 @@ def _build(options: argparse.Namespace) -> None:
     from .runs.build import build_site
 
     names = [name for entry in options.only for name in entry.split(",") if name]
+    if options.only and not names:
+        raise GnaError(f"--only '{options.only[0]}' names no chapter: give its number, topic or name.")
     print(build_site(names, force=options.force, timeout=options.timeout))
 
 

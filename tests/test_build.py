@@ -161,6 +161,48 @@ def test_all_failures_are_named_in_one_build(tmp_path, monkeypatch):
         make(project)
 
 
+def test_a_build_folder_that_cannot_be_written_is_named_once(tmp_path, monkeypatch):
+    """It is the same for every chapter, and a build has no --out."""
+    project = Project(write(tmp_path, {"01_toy": CHAPTER, "02_more": CHAPTER}))
+    project.build_dir.write_text("")
+    monkeypatch.setattr(execute, "execute", None)
+    with pytest.raises(
+        GnaError, match=r"^the folder .*_build/runs cannot be written \(.*make it writable"
+    ) as error:
+        make(project)
+    assert "\n" not in str(error.value) and "--out" not in str(error.value)
+
+
+def test_a_file_in_place_of_the_staging_folder_is_refused(tmp_path):
+    project = Project(write(tmp_path, {}))
+    project.build_dir.mkdir()
+    (project.build_dir / "stage").write_text("")
+    with pytest.raises(GnaError, match=r"stage cannot be made .*: remove what stands there"):
+        build._stage(project, build.SiteReport(project.html_dir), project.build_dir / "stage")
+
+
+def test_pages_at_the_root_of_the_project_are_staged(tmp_path):
+    project = Project(write(tmp_path, {"01_toy": CHAPTER}))
+    for name in ("02_root.ipynb", "stray.ipynb"):
+        (tmp_path / name).write_text(json.dumps(CHAPTER))
+    with (tmp_path / "_toc.yml").open("a") as toc:
+        toc.write("- file: 02_root\n")
+    staged = {str(target) for _, target in build._stage_files(project)}
+    assert staged == {"_toc.yml", "_config.yml", "02_root.ipynb", "book/index.md", "book/01_toy.ipynb"}
+
+
+def test_an_error_of_the_engine_is_reported_with_its_cause(tmp_path):
+    """A mistyped key in the contents: the engine puts its sentence below a ruler under ``RuntimeError:``."""
+    (tmp_path / "_toc.yml").write_text("format: jb-book\nroot: index\nchapters:\n- fil: x\n")
+    (tmp_path / "_config.yml").write_text("title: T\n")
+    (tmp_path / "index.md").write_text("# T\n")
+    (tmp_path / "_build").mkdir()
+    with pytest.raises(
+        GnaError, match=r"RuntimeError: The Table of Contents file is malformed: .* @ '/chapters/0'"
+    ):
+        build._sphinx(Project(tmp_path), tmp_path, tmp_path / "out")
+
+
 def test_numbered_chapter_without_parameters_fails_the_build(tmp_path):
     project = Project(write(tmp_path, {"01_toy": notebook(code("1"), parameters=None)}))
     with pytest.raises(GnaError, match=r"01_toy\.ipynb has no cell tagged 'parameters'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -64,6 +65,8 @@ def test_version(capsys):
         (("run", "01", "-p", "seed"), "'seed' is not a parameter: write name=value"),
         (("run", "99"), "unknown chapter '99'"),
         (("run", "01", "--out", "/dev/null/x"), "the folder /dev/null/x cannot be written"),
+        (("run", "01", "--out", ""), "--out '' names no folder: give the name of one, or leave it out"),
+        (("build", "--only", ","), "--only ',' names no chapter: give its number, topic or name"),
         (("build", "--only", "99"), "unknown chapter '99'"),
         (("serve",), "there is no site in"),
     ],
@@ -82,6 +85,31 @@ def test_wrong_usage_is_status_2(book, arguments):
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     assert end.value.code == 2
+
+
+@pytest.mark.parametrize("seconds", ["abc", "0", "-3", "1.5", ""])
+def test_timeout_that_is_no_time_is_explained(capsys, seconds):
+    with pytest.raises(SystemExit):
+        cli.main(["build", f"--timeout={seconds}"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(f"argument --timeout: '{seconds}' is not a whole number of seconds above 0")
+
+
+def test_sigterm_ends_a_command_in_order(monkeypatch, capsys):
+    """A second SIGTERM must not break off the tidying, and the handler of before is put back."""
+    tidied = []
+
+    def command(options):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            tidied.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "_models", command)
+    assert call(capsys, "models") == (143, "", "gna: terminated; nothing was left half-written.\n")
+    assert tidied == [True] and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_parameters_are_listed_with_type_default_and_help(book, capsys):

@@ -166,9 +166,11 @@ def test_cell_that_takes_too_long_is_ended(book):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_interrupt_leaves_no_kernel(tmp_path, number, status):
-    """Ctrl-C, and even kill -9, must end the kernel too, and leave nothing that looks like a finished run."""
+    """Ctrl-C, kill and even kill -9 must end the kernel, and leave nothing that looks like a finished run."""
     book = Project(write(tmp_path, {"01_toy": CHAPTER}))
     pid_file = tmp_path / "pid"
     process = subprocess.Popen(
@@ -184,8 +186,9 @@ def test_interrupt_leaves_no_kernel(tmp_path, number, status):
     assert process.returncode == status
     assert psutil.wait_procs([kernel], timeout=30)[1] == []
     assert not list(book.runs_dir.glob("*/*/record.json"))
-    if number == signal.SIGINT:
-        assert said.splitlines()[-1] == "gna: stopped; nothing was left half-written."
+    if number != signal.SIGKILL:
+        word = "stopped" if number == signal.SIGINT else "terminated"
+        assert said.splitlines()[-1] == f"gna: {word}; nothing was left half-written."
         assert not list(book.runs_dir.glob("*/*"))
 
 
@@ -221,6 +224,26 @@ def test_bad_requests_are_refused_before_anything_runs(book, chapter, given, mes
     monkeypatch.setattr(execute, "_run_worker", None)
     with pytest.raises(GnaError, match=message):
         run(chapter, given, project=book)
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        "[1, 2]",
+        "5",
+        '{"a": 1}',
+        "[{}]",
+        '[{"cell_type": "code", "source": 5}]',
+        '[{"cell_type": "code", "source": [1]}]',
+        '[{"cell_type": "code", "metadata": null}]',
+        '[{"cell_type": "code", "metadata": {"tags": 5}}]',
+    ],
+)
+def test_malformed_cells_are_refused(tmp_path, book, cells):
+    path = tmp_path / "x.ipynb"
+    path.write_text(f'{{"cells": {cells}}}')
+    with pytest.raises(GnaError, match=r"x\.ipynb is not a readable notebook: its cells are malformed"):
+        run(path, project=book)
 
 
 def test_notebook_without_parameters_cell_is_refused(tmp_path):

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ def _run_chapters(
 ) -> None:
     """Fill the report with one record per chapter; one failure does not stop the others, so all are named."""
     chosen = {project.chapter(name).name for name in only}
+    _check_writable(project.runs_dir)
     # The status page shows the other runs; sorting is stable, so the others keep their order.
     chapters = sorted(project.chapters(), key=lambda chapter: chapter.name == STATUS)
     failures = []
@@ -121,6 +123,18 @@ def _run_chapters(
             failures.append(str(error))
     if failures:
         raise GnaError("\n".join(failures))
+
+
+def _check_writable(folder: Path) -> None:
+    """Asked once before all chapters, each of which would fail for the same reason."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise GnaError(
+            f"the folder {folder} cannot be written ({error.strerror}), and the site is built from the runs "
+            "in it: make it writable, or remove what stands in its way."
+        ) from None
 
 
 def _outputs(
@@ -182,10 +196,10 @@ def _unchanged(note: Path, code: str, html: Path) -> bool:
 def _stage_files(project: Project) -> list[tuple[Path, Path]]:
     """Files that the pages are made of: (where it is, where it goes in the staging folder)."""
     sources = [project.root / "_toc.yml", project.root / "_config.yml", *project.root.glob("*.md")]
-    folders = {project.page_file(page).parent for page in project.pages()} - {project.root}
-    for folder in folders:
-        sources += [p for p in folder.rglob("*") if p.is_file() and not _hidden(p.relative_to(project.root))]
     pages = {project.page_file(page) for page in project.pages()}
+    sources += pages
+    for folder in {page.parent for page in pages} - {project.root}:
+        sources += [p for p in folder.rglob("*") if p.is_file() and not _hidden(p.relative_to(project.root))]
     kept = {p for p in sources if p.is_file() and (p.suffix != ".ipynb" or p in pages)}
     return [(path, path.relative_to(project.root)) for path in sorted(kept)]
 
@@ -199,6 +213,12 @@ def _stage(project: Project, report: SiteReport, stage: Path) -> dict[str, Path]
     from .assets import write_assets
 
     shutil.rmtree(stage, ignore_errors=True)
+    try:
+        stage.mkdir(parents=True)
+    except OSError as error:
+        raise GnaError(
+            f"the folder {stage} cannot be made ({error.strerror}): remove what stands there."
+        ) from None
     notebooks = {}
     for source, target in _stage_files(project):
         path = stage / target
@@ -257,10 +277,20 @@ def _sphinx(project: Project, stage: Path, temporary: Path) -> Path:
     text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).replace(f"{stage}{os.sep}", "")
     log.write_text(text, encoding="utf-8")
     if done.returncode != 0:
-        lines = [line.strip() for line in text.splitlines() if _WARNING.search(line)]
-        lines = lines or text.strip().splitlines()[-3:]
+        lines = _causes(text) or text.strip().splitlines()[-3:]
         raise GnaError(_listing("the pages could not be made without warnings", lines, f"The log is {log}."))
     return temporary / "_build" / "html"
+
+
+def _causes(text: str) -> list[str]:
+    """The lines that report a fault; an error that says nothing itself goes on in the next line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip(" =")]
+    pairs = zip(lines, [*lines[1:], ""])
+    return [
+        f"{line} {following}" if line.endswith("Error:") else line
+        for line, following in pairs
+        if _WARNING.search(line)
+    ]
 
 
 def _listing(headline: str, lines: list[str], end: str = "") -> str:

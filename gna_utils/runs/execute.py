@@ -62,6 +62,8 @@ def plan(
     context: str = "",
 ) -> Plan:
     """Check chapter and parameters without running anything; raises what :func:`run` raises."""
+    if out == "":
+        raise GnaError("--out '' names no folder: give the name of one, or leave it out for _build/runs.")
     project = project or find_project()
     chapter = project.chapter(chapter)
     notebook = chapter.source()

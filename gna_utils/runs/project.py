@@ -138,10 +138,25 @@ def read_notebook(path: Path) -> dict:
     """A notebook file as JSON; raises :class:`GnaError` when it cannot be read."""
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
-        notebook["cells"]
+        cells = notebook["cells"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise GnaError(f"{path} is not a readable notebook: {error}") from None
+    if not (isinstance(cells, list) and all(map(_is_cell, cells))):
+        raise GnaError(
+            f"{path} is not a readable notebook: its cells are malformed; save it anew in Jupyter."
+        )
     return notebook
+
+
+def _is_cell(cell: object) -> bool:
+    """Whether the parts that are used here have the types that the format of notebooks gives them."""
+    if not isinstance(cell, dict) or not isinstance(cell.get("cell_type"), str):
+        return False
+    source, metadata = cell.get("source", ""), cell.get("metadata", {})
+    if not isinstance(source, str | list) or not isinstance(metadata, dict):
+        return False
+    tags = metadata.get("tags", [])
+    return isinstance(tags, list) and all(isinstance(part, str) for part in [*source, *tags])
 
 
 def cell_source(cell: dict) -> str:
