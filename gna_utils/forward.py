@@ -7,7 +7,8 @@ along: without it scan layers would read the padding.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 
 import nnsight
 import torch
@@ -51,12 +52,13 @@ def forward(
     go on after prompts of one length. The model updates the cache in place: copy it to use it twice.
     ``remote`` as in nnsight.
 
-    Raises :class:`GnaError` for wrong shapes, left padding, empty rows, a model in training mode, a cache
-    with padding or on a server, and when a context is active on another model.
+    Raises :class:`GnaError` for wrong shapes, left padding, empty rows, tokens that the model does not have,
+    more tokens than its window, a model in training mode or not from nnsight, a cache with padding or on a
+    server, and when a context is active on another model.
     """
     require_eval(model)
     check_transformers(model._module)
-    _check(input_ids, attention_mask, past, keep_past, remote)
+    _check(model, input_ids, attention_mask, past, keep_past, remote)
     length = input_ids.shape[1]
     positions = _positions(positions, attention_mask[:, -length:], length)
     picked = positions if positions.ndim == 2 else positions[:, None]
@@ -104,25 +106,34 @@ def tokens(model, prompts) -> tuple[Tensor, Tensor]:
     >>> ids, mask = tokens(model, ["a short one", "and a longer one"])
 
     ``prompts`` is a text, a list of texts, of examples or of encoded examples, a batch, or a LongTensor of
-    ids. Raises :class:`GnaError` for an empty list, an empty prompt, and anything else.
+    ids. Raises :class:`GnaError` for an empty list, an empty prompt, tokens that the model does not have,
+    more of them than its window, left padding, and anything else.
     """
     return encode_prompts(model, prompts)[:2]
 
 
 def encode_prompts(model, prompts) -> tuple[Tensor, Tensor, list | None]:
     """:func:`tokens`, and the encoded examples where the prompts have marked positions (else None)."""
+    require_model(model)
+    ids, mask, rows = _encode_prompts(model, prompts)
+    _check_batch(model, ids, mask)
+    return ids, mask, rows
+
+
+def _encode_prompts(model, prompts) -> tuple[Tensor, Tensor, list | None]:
     if hasattr(prompts, "attention_mask"):
         return prompts.input_ids, prompts.attention_mask, list(getattr(prompts, "rows", None) or []) or None
     if isinstance(prompts, Tensor):
         prompts = prompts[None] if prompts.ndim == 1 else prompts
         return prompts, torch.ones_like(prompts), None
-    items = [prompts] if isinstance(prompts, str) or hasattr(prompts, "segments") else list(prompts)
+    several = isinstance(prompts, Iterable) and not isinstance(prompts, str)
+    items = list(prompts) if several else [prompts]
     if not items:
         raise GnaError("no prompt was given: name at least one.")
     if all(isinstance(item, str) for item in items):
         return *_pad(encode_texts(items, model.tokenizer)), None
     if all(hasattr(item, "candidates") for item in items):
-        items = encode(items, model.tokenizer)
+        items = encode(items, model.tokenizer, window(model) or sys.maxsize)
     if not all(hasattr(item, "input_ids") for item in items):
         raise GnaError(
             f"{type(items[0]).__name__} is not a prompt: give texts, examples, encoded examples or a batch."
@@ -141,8 +152,22 @@ def marks(rows: Sequence | None, length: int) -> dict[str, Tensor]:
     return found
 
 
+def window(model) -> int | None:
+    """The longest text that the model's positions reach, None where nothing limits it."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def require_model(model) -> None:
+    """Refuse what is not an nnsight model, for example the module inside it, which cannot be traced."""
+    if not isinstance(model, nnsight.Envoy):
+        raise GnaError(
+            f"give the model that gna_utils.load returns (an nnsight model), not {type(model).__name__}."
+        )
+
+
 def require_eval(model) -> None:
     """Refuse training mode, in which dropout and fused kernels change what a model computes."""
+    require_model(model)
     if model._module.training:
         raise GnaError("the model is in training mode: call model.eval() first.")
 
@@ -158,22 +183,50 @@ def _pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _check(input_ids: Tensor, attention_mask: Tensor, past, keep_past: bool, remote) -> None:
-    shape = tuple(input_ids.shape)
-    if input_ids.ndim != 2 or attention_mask.ndim != 2 or shape[0] != attention_mask.shape[0]:
+def _check_batch(model, input_ids: Tensor, attention_mask: Tensor, past=None) -> None:
+    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if not isinstance(value, Tensor):
+            raise GnaError(f"{name} is of type {type(value).__name__}: give a LongTensor (batch, length).")
+    shape, covered = tuple(input_ids.shape), tuple(attention_mask.shape)
+    if input_ids.ndim != 2 or attention_mask.ndim != 2 or shape[0] != covered[0]:
         raise GnaError(
-            f"input_ids has shape {shape} and attention_mask {tuple(attention_mask.shape)}: both must be "
-            "(batch, length)."
+            f"input_ids has shape {shape} and attention_mask {covered}: both must be (batch, length)."
         )
-    if past is None and attention_mask.shape[1] != shape[1]:
-        raise GnaError(f"the mask covers {attention_mask.shape[1]} tokens, but the prompts have {shape[1]}.")
+    if 0 in shape:
+        raise GnaError(f"input_ids has shape {shape} and holds no token: give at least one.")
+    if past is None and covered[1] != shape[1]:
+        raise GnaError(f"the mask covers {covered[1]} tokens, but the prompts have {shape[1]}.")
     if (attention_mask.diff(dim=1) > 0).any() or not attention_mask[:, 0].all():
         raise GnaError("a prompt is empty or padded at the left: pad at the right, and give the same mask.")
+    check_tokens(model, input_ids)
+    limit = window(model)
+    if limit is not None and covered[1] > limit:
+        raise GnaError(
+            f"{covered[1]} tokens were given, but the window of the model is {limit}: give shorter prompts, "
+            "or use a model with a longer window."
+        )
+
+
+def check_tokens(model, ids: Tensor) -> None:
+    """Refuse tokens that the model has no embedding for."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise GnaError(f"token ids of type {ids.dtype} were given: give whole numbers, a LongTensor.")
+    size = model.config.get_text_config().vocab_size
+    wrong = ids[(ids < 0) | (ids >= size)]
+    if len(wrong):
+        raise GnaError(
+            f"token {wrong[0].item()} is not in the model's vocabulary of {size}: the prompt was encoded for "
+            "another model."
+        )
+
+
+def _check(model, input_ids: Tensor, attention_mask: Tensor, past, keep_past: bool, remote) -> None:
+    _check_batch(model, input_ids, attention_mask, past)
     if past is None and not keep_past:
         return
     if remote:
         raise GnaError("a cache stays on the server: run whole prompts with remote=.")
-    covered = attention_mask if past is None else attention_mask[:, : -shape[1]]
+    covered = attention_mask if past is None else attention_mask[:, : -input_ids.shape[1]]
     if not covered.all():
         raise GnaError("a cache is exact only after prompts of one length: group the prompts by length.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -45,12 +46,14 @@ def parse_heads(heads: str | Head | Iterable[str | Head | tuple[int, int]]) -> l
     >>> parse_heads([(3, 1), "L3H1", Head(0, 2)])
     [L3H1, L0H2]
 
-    Raises :class:`GnaError` when the list is empty or an entry names no head.
+    Raises :class:`GnaError` when the list is empty, an entry names no head, or no list was given.
     """
     if isinstance(heads, Head):
         heads = [heads]
     if isinstance(heads, str):
         heads = [part for part in re.split(r"[,\s]+", heads) if part]
+    if not isinstance(heads, Iterable):
+        raise GnaError(f"{heads!r} names no heads: give 'L17H24, L16H22', or a list of heads.")
     found = [_head(entry) for entry in heads]
     if not found:
         raise GnaError("no head was given: name at least one, for example 'L17H24'.")
@@ -62,7 +65,7 @@ def _head(entry: str | Head | tuple[int, int]) -> Head:
         return Head.parse(entry)
     try:
         layer, head = entry
-        numbers = Head(int(layer), int(head))
+        numbers = Head(operator.index(layer), operator.index(head))
     except (TypeError, ValueError):
         raise GnaError(f"{entry!r} is not a head: give 'L17H24', Head(17, 24) or (17, 24).") from None
     if min(numbers) < 0:

@@ -17,9 +17,10 @@ from tqdm import tqdm
 from transformers import Cache
 
 from .errors import GnaError
-from .forward import forward
+from .forward import check_tokens, forward, require_model, window
 from .stats import Estimate, bootstrap
 from .tasks import Encoded, Example, batches, encode
+from .tasks.encoding import listed, whole
 
 METHODS = ("auto", "full", "first_token")
 TIE = 1e-5  # log-probabilities this close count as equal: it is what batching may move them
@@ -55,7 +56,7 @@ class Scores:
 
 def score(
     model,
-    examples: Iterable[Example | Encoded],
+    examples: Example | Encoded | Iterable[Example | Encoded],
     *,
     max_tokens: int = 4096,
     method: str = "auto",
@@ -75,8 +76,8 @@ def score(
 
     Parameters
     ----------
-    examples: examples, or what :func:`~gna_utils.tasks.encode` made of them (saves time when the same
-        examples are scored again and again).
+    examples: one or several examples, or what :func:`~gna_utils.tasks.encode` made of them (saves time when
+        the same examples are scored again and again).
     max_tokens: how many padded tokens run together. It changes memory and speed, not the scores.
     method: ``"auto"`` and ``"full"`` score whole candidates; ``"first_token"`` scores their first tokens.
     progress: show a bar; by default only on a terminal.
@@ -84,12 +85,14 @@ def score(
     Sums of log-probabilities favour shorter candidates. A :class:`GnaWarning` is given where this cannot be
     right (one candidate begins another), and where the candidates together hold less than 0.1 of the
     probability, because then the model is about to say something else.
-    Raises :class:`~gna_utils.errors.GnaError` on an unknown method, on no examples, when first tokens do
-    not tell candidates apart, when the model gives NaN, and whenever :func:`~gna_utils.tasks.encode` does.
+    Raises :class:`~gna_utils.errors.GnaError` on an unknown method, on no examples or something else, on a
+    model that is not from nnsight, on tokens of another model, when first tokens do not tell candidates
+    apart, when the model gives NaN, and whenever :func:`~gna_utils.tasks.encode` does.
     """
     if method not in METHODS:
         raise GnaError(f"unknown method '{method}': choose one of {', '.join(METHODS)}.")
-    encoded = _encoded(model, list(examples))
+    whole("max_tokens", max_tokens, 1)
+    encoded = _encoded(model, examples)
     if method == "first_token":
         encoded = [_first_tokens(row, i, model.tokenizer) for i, row in enumerate(encoded)]
     _warn_about_beginnings(encoded, model.tokenizer)
@@ -139,7 +142,7 @@ def next_tokens(model, example: Example | Encoded, k: int = 8, *, remote: bool =
     For a look at what a model wants to say when it is none of the candidates. Raises
     :class:`~gna_utils.errors.GnaError` whenever :func:`~gna_utils.tasks.encode` does.
     """
-    [batch] = batches(_encoded(model, [example]))
+    [batch] = batches(_encoded(model, example))
     [logits] = forward(
         model, batch.input_ids, batch.attention_mask, positions=batch.query, rows=batch.rows, remote=remote
     )
@@ -148,19 +151,17 @@ def next_tokens(model, example: Example | Encoded, k: int = 8, *, remote: bool =
     return pd.DataFrame({"token": texts, "probability": best.values.cpu().numpy()})
 
 
-def window(model) -> int | None:
-    """The longest text that the model's positions reach, None where nothing limits it."""
-    config = model.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None)
-
-
 # ---------------------------------------------------------------------------------------- what is scored
 
 
-def _encoded(model, examples: list[Example | Encoded]) -> list[Encoded]:
+def _encoded(model, examples: Example | Encoded | Iterable[Example | Encoded]) -> list[Encoded]:
+    require_model(model)
+    examples = listed(examples, Example, Encoded)
     if not examples:
         raise GnaError("no examples were given: there is nothing to score.")
     if all(isinstance(example, Encoded) for example in examples):
+        for row in examples:
+            check_tokens(model, torch.tensor([token for ids in row.candidate_ids for token in ids]))
         return examples
     # a tokenizer may report the window of another model, so it is not asked where the model has none
     return encode(examples, model.tokenizer, window(model) or sys.maxsize)

@@ -7,9 +7,12 @@ Every context is an nnsight edit of the model: all functions of this package, an
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +24,7 @@ from .mixers.table import KINDS as MIXERS
 from .mixers.table import LayerTable
 from .mixers.table import layers as table_of
 from .sites import Site, chunks, grouped, positions_map, read, sites_of
+from .tasks.encoding import whole
 
 KINDS = ("zero", "mean", "resample")
 POSITIONS = ("all", "query", "summary", "key", "value")
@@ -71,7 +75,7 @@ def ablate(
     """
     _choice("kind", kind, KINDS)
     _choice("where", where, ("out_proj", "scan"))
-    _check_positions(positions)
+    positions = _checked(positions)
     require_eval(model)
     found = sites_of(table_of(model), parse_heads(heads), mixer, where)
     values = {} if kind == "zero" else _reference(model, found, kind, positions, reference, seed, remote)
@@ -119,7 +123,7 @@ def mask_rows(model, heads=None, positions: str | Tensor = "query") -> Iterator[
     0, unlike scores of zero, which would average over everything, the future included. ``positions`` and
     errors as in :func:`ablate`. Source: the paper's experiment on Zamba2 (delegation to attention).
     """
-    _check_positions(positions)
+    positions = _checked(positions)
     require_eval(model)
     table = table_of(model)
     if heads is None:
@@ -162,10 +166,11 @@ def keep_layers(model, n: int) -> Iterator[object]:
 
     Raises :class:`GnaError` unless ``1 <= n <=`` the number of layers.
     """
+    require_eval(model)
     total = table_of(model).n_layers
-    if not 1 <= n <= total:
-        raise GnaError(f"{n} layers cannot be kept of {total}: give a number from 1 to {total}.")
-    with drop_layers(model, range(n, total)):
+    if not isinstance(n, SupportsIndex) or not 1 <= n <= total:
+        raise GnaError(f"{n!r} layers cannot be kept of {total}: give a number from 1 to {total}.")
+    with drop_layers(model, range(n, total)) if n < total else nullcontext():
         yield model
 
 
@@ -192,9 +197,10 @@ def patch(
     Raises :class:`GnaError` when the numbers of prompts or of marked positions differ, naming the prompt.
     """
     require_eval(model)
-    here, there = positions if isinstance(positions, tuple) else (positions, positions)
-    for one in (here, there):
-        _check_positions(one)
+    pair = positions if isinstance(positions, tuple) else (positions, positions)
+    if len(pair) != 2:
+        raise GnaError(f"positions holds {len(pair)} maps: give one, or a pair for prompts and donors.")
+    here, there = map(_checked, pair)
     found = sites_of(table_of(model), parse_heads(heads), mixer)
     ids, mask, rows = encode_prompts(model, prompts)
     given = read(model, found, donors, there, remote)
@@ -230,6 +236,8 @@ def _reference(
     """What ``mean`` and ``resample`` put in place of a head, from the reference prompts."""
     if prompts is None:
         raise GnaError(f"kind='{kind}' needs reference=..., the prompts that the replacement comes from.")
+    if kind == "resample":
+        whole("seed", seed, 0)
     with paused(model):
         found = read(model, sites, prompts, "all" if isinstance(positions, Tensor) else positions, remote)
     if kind == "mean":
@@ -268,27 +276,32 @@ def _check_donors(counts: Tensor, donors: Tensor) -> None:
             )
 
 
-def _check_positions(positions) -> None:
+def _checked(positions) -> str | Tensor:
+    if isinstance(positions, np.ndarray) and positions.dtype.kind in "biuf":
+        positions = torch.from_numpy(positions)
     if isinstance(positions, Tensor):
         if positions.dtype != torch.bool or positions.ndim not in (1, 2):
             raise GnaError(
                 f"positions is a map of shape {tuple(positions.shape)} and type {positions.dtype}: give a "
                 "BoolTensor (batch, length) or (length,)."
             )
-        return
+        return positions
     _choice("positions", positions, POSITIONS, " or a BoolTensor (batch, length)")
+    return positions
 
 
 def _choice(name: str, value, possible: tuple[str, ...], more: str = "") -> None:
-    if value not in possible:
+    if not isinstance(value, str) or value not in possible:
         raise GnaError(f"{name}={value!r} is not possible: choose {', '.join(map(repr, possible))}{more}.")
 
 
 def _layers(table: LayerTable, chosen: int | Iterable[int]) -> list[int]:
-    chosen = sorted({chosen} if isinstance(chosen, int) else set(chosen))
+    chosen = list(chosen) if isinstance(chosen, Iterable) else [chosen]
+    if not chosen:
+        raise GnaError(f"no layer was given: {table.name} has layers 0 to {table.n_layers - 1}.")
     for layer in chosen:
         table.layer_path(layer)
-    return chosen
+    return sorted({operator.index(layer) for layer in chosen})
 
 
 def _heads(heads) -> list[Head]:

@@ -334,12 +334,27 @@ def test_edit_that_travelled_by_value(tiny_model):
         (lambda m: keep_only(m, "L0H0", mixer="mamba"), "mixer='mamba'"),
         (lambda m: drop_layers(m, [0, 7]), "layer 7 .* layers 0 to 1"),
         (lambda m: keep_layers(m, 0), "0 layers cannot be kept of 2"),
-        (lambda m: keep_layers(m, 3), "3 layers cannot be kept of 2"),
+        (lambda m: keep_layers(m, "x"), "'x' layers cannot be kept of 2"),
+        (lambda m: drop_layers(m, []), "no layer was given: .* layers 0 to 1"),
+        (lambda m: drop_layers(m, "0"), "layer '0' was asked"),
+        (lambda m: ablate(m, "L0H0", positions=np.ones((3, 11))), "torch.float64: give a BoolTensor"),
+        (lambda m: ablate(m, "L0H0", kind="resample", reference=["w1", "w2"], seed=-1), "seed=-1 is not"),
+        (lambda m: ablate(m, "L0H0", kind="mean", reference=tiny.ids(1, 3) + 64), "vocabulary of 64"),
+        (lambda m: ablate(None, "L0H0"), "give the model that gna_utils.load returns .*, not NoneType"),
+        (lambda m: keep_layers(m._module, 2), "gna_utils.load returns .*, not LlamaForCausalLM"),
     ],
 )
 def test_errors(tiny_model, call, words):
     with pytest.raises(GnaError, match=words), call(tiny_model("llama")[0]):
         pass
+
+
+def test_a_map_may_be_a_numpy_array(tiny_model):
+    model, chosen = tiny_model("llama")[0], torch.arange(11) < 2
+    with ablate(model, "L0H0", positions=chosen):
+        expected = run(model)
+    with ablate(model, "L0H0", positions=chosen.numpy()):
+        assert torch.equal(run(model), expected)
 
 
 def test_maps_of_the_wrong_shape(tiny_model):

@@ -166,10 +166,22 @@ def test_window_counts_what_is_read():
         encode(one, tokenizer, max_length=length + 1)
     tokenizer.model_max_length = 4
     try:
-        with pytest.raises(GnaError, match="window of the model is 4"):
+        with pytest.raises(GnaError, match=r"window of the model is 4: .*fewer pairs, or use a model"):
             encode(one, tokenizer)
     finally:
         tokenizer.model_max_length = int(1e30)
+
+
+@pytest.mark.parametrize(("wrong", "name"), [("text", "str"), (["text"], "str"), (None, "NoneType")])
+def test_only_examples_are_encoded(wrong, name):
+    with pytest.raises(GnaError, match=f"{name} is not an Example: give one"):
+        encode(wrong, bpe.build())
+
+
+def test_batches_need_room_for_a_token():
+    for wrong in (0, -1, 1.5, None):
+        with pytest.raises(GnaError, match=f"max_tokens={wrong} is not possible"):
+            batches(encode(example(), bpe.build()), max_tokens=wrong)
 
 
 def test_slow_tokenizers_are_refused():

@@ -131,6 +131,7 @@ def test_tokens_of_every_kind_of_prompt(tiny_model):
     for wrong, words in (
         ([], "no prompt"),
         ([7], "int is not a prompt"),
+        (None, "NoneType is not a prompt"),
         ([torch.tensor(1), 2], "is not a prompt"),
     ):
         with pytest.raises(GnaError, match=words):
@@ -158,11 +159,34 @@ def test_unknown_output_projection(tiny_model):
         (lambda m: forward(m, IDS, MASK, positions=torch.tensor([1, 2, 11])), "between 0 and 10"),
         (lambda m: forward(m, IDS, MASK, keep_past=True), "prompts of one length"),
         (lambda m: forward(m, IDS, MASK | 1, keep_past=True, remote="local"), "stays on the server"),
+        (lambda m: forward(m, IDS + 64, MASK), "is not in the model's vocabulary of 64"),
+        (lambda m: forward(m, IDS - 64, MASK), "token -.* is not in the model's vocabulary of 64"),
+        (lambda m: forward(m, IDS.float(), MASK), "token ids of type torch.float32"),
+        (lambda m: forward(m, IDS[:, :0], MASK[:, :0]), r"shape \(3, 0\) and holds no token"),
+        (lambda m: forward(m, IDS[None], MASK), r"shape \(1, 3, 11\)"),
+        (lambda m: forward(m, IDS.tolist(), MASK), "input_ids is of type list"),
+        (lambda m: forward(None, IDS, MASK), "give the model that gna_utils.load returns .*, not NoneType"),
+        (lambda m: forward(m._module, IDS, MASK), "gna_utils.load returns .*, not LlamaForCausalLM"),
+        (lambda m: tokens(m._module, "w1"), "gna_utils.load returns .*, not LlamaForCausalLM"),
     ],
 )
 def test_errors(tiny_model, call, words):
     with pytest.raises(GnaError, match=words):
         call(tiny_model("llama")[0])
+
+
+def test_more_tokens_than_the_window_are_refused(tiny_model):
+    """GPT-2 of the tests has 64 learned positions, and no embedding for a token after them."""
+    model = tiny_model("gpt2")[0]
+    ids = tiny.ids(1, 65)
+    _, past = forward(model, ids[:, :64], torch.ones(1, 64, dtype=torch.long), keep_past=True)
+    for call in (
+        lambda: forward(model, ids, torch.ones_like(ids)),
+        lambda: forward(model, ids[:, 64:], torch.ones_like(ids), past=past),
+        lambda: tokens(model, ["w1", " ".join(["w1"] * 64)]),
+    ):
+        with pytest.raises(GnaError, match="65 tokens were given, but the window of the model is 64"):
+            call()
 
 
 def test_training_mode_is_refused():

@@ -23,7 +23,9 @@ def test_parse_heads_accepts_every_spelling_and_keeps_order():
     assert parse_heads(Head(5, 6)) == [Head(5, 6)]
 
 
-@pytest.mark.parametrize("bad", ["", [], "17.24", "L17", [(1,)], [(-1, 0)], [None]])
+@pytest.mark.parametrize(
+    "bad", ["", [], "17.24", "L17", [(1,)], [(-1, 0)], [None], None, 3, [(0, 1.7)], [("0", "1")]]
+)
 def test_bad_head_is_refused_with_one_sentence(bad):
     with pytest.raises(GnaError, match="head"):
         parse_heads(bad)

@@ -106,6 +106,7 @@ def test_table_can_be_read(tiny_model):
     ("family", "head", "kind", "words"),
     [
         ("llama", (2, 0), None, ["layer 2", "layers 0 to 1"]),
+        ("llama", ("1", 0), None, ["layer '1'", "layers 0 to 1"]),
         ("llama", (1, 4), None, ["L1H4", "attention layer 1", "0 to 3"]),
         ("mamba", (0, 64), None, ["L0H64", "selective_scan", "0 to 63"]),
         ("nemotron_h", (2, 0), None, ["layer 2", "mlp", "0, 1"]),
@@ -129,6 +130,8 @@ def test_model_without_known_mixer_lists_what_was_found():
         layers(strange)
     with pytest.raises(GnaError, match="no list of layers"):
         layers(nn.Linear(4, 4))
+    with pytest.raises(GnaError, match="or the module it wraps, not NoneType"):
+        layers(None)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,9 @@ def test_active_contexts_apply_to_both_sides(tiny_model, examples):
             torch.zeros(1, 4, dtype=torch.bool),
             r"shape \(1, 4\), but this batch has 1 prompts",
         ),
+        (["w1 w2"], ["w1 w3"], ("query",) * 3, "positions holds 3 maps: give one, or a pair"),
         ([], ["w1"], "query", "no prompt was given"),
+        (None, ["w1"], "query", "NoneType is not a prompt"),
         ([3], ["w1"], "query", "int is not a prompt"),
     ],
 )

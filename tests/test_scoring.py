@@ -23,6 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::gna_utils.scoring.GnaWarning")
 TREE, ROWS, LAST = "prefix tree on the cached prompt", "complete rows", "last logits"
 
 
+WORDS = Example("test", "w1 w2", (" w4", " w5"), 0)
+
+
 def coded(n, *, single=False, seed=0, lengths=(11, 12, 9)):
     """Random prompts with six candidates of one token, or of one to three tokens with shared beginnings."""
     rng, rows = np.random.default_rng(seed), []
@@ -157,7 +160,9 @@ class Fake:
 
     def __init__(self, tokenizer, answers=(), shift=0.0):
         self.tokenizer, self.answers, self.shift = tokenizer, dict(answers), shift
-        self.config = type("Config", (), {"get_text_config": lambda self: self})()
+        self.config = type(
+            "Config", (), {"get_text_config": lambda self: self, "vocab_size": len(tokenizer)}
+        )()
 
     def logits(self, input_ids, attention_mask):
         out = torch.full((len(input_ids), len(self.tokenizer)), self.shift)
@@ -176,6 +181,7 @@ def fake_forward(monkeypatch):
         return model.logits(input_ids, attention_mask)
 
     monkeypatch.setattr(scoring, "forward", forward)
+    monkeypatch.setattr(scoring, "require_model", lambda model: None)
     monkeypatch.setattr(scoring, "_keeps_cache", lambda model: False)
 
 
@@ -305,17 +311,33 @@ def test_prompt_beyond_the_window_is_refused(tiny_model):
     assert window(model) == 64 and window(tiny_model("mamba2")[0]) is None
     fits = Example("test", " ".join(["w1"] * 63), (" w4", " w5"), 0)
     assert len(score(model, [fits]).frame) == 1
-    with pytest.raises(GnaError, match=r"needs 65 tokens .*window of the model is 64"):
+    with pytest.raises(GnaError, match=r"needs 65 tokens .*window of the model is 64: .*fewer pairs"):
         score(model, [replace(fits, prompt=fits.prompt + " w1")])
+
+
+def test_one_example_is_scored_like_a_list_of_one(tiny_model):
+    for model, one in ((tiny_model("llama")[0], one) for one in (WORDS, coded(1)[0])):
+        assert score(model, one).frame.equals(score(model, [one]).frame)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda model: score(model, []), "no examples were given"),
+        (lambda m: score(m, coded(1), method="best"), "unknown method 'best'.*auto, full, first_token"),
+        (lambda model: score(model, ["text"]), "str is not an Example or Encoded: give one, or a list"),
+        (lambda model: score(model, None), "NoneType is not an Example or Encoded"),
+        (lambda model: score(model, [*coded(1), WORDS]), "Encoded is not an Example"),
+        (lambda _: score(None, WORDS), r"give the model that gna_utils.load returns .*, not NoneType"),
+        (lambda model: score(model._module, WORDS), "gna_utils.load returns .*, not LlamaForCausalLM"),
+        (lambda model: score(model, WORDS, max_tokens=0), "max_tokens=0 .* at least 1"),
         (
-            lambda model: score(model, coded(1), method="best"),
-            "unknown method 'best'.*auto, full, first_token",
+            lambda m: score(m, replace(coded(1)[0], candidate_ids=((5,), (70,)))),
+            "token 70 is not in the model",
+        ),
+        (
+            lambda m: score(m, replace(coded(1)[0], input_ids=(1, 70), query=1)),
+            "token 70 is not in the model",
         ),
     ],
 )

@@ -219,6 +219,27 @@ def test_heads_that_do_not_exist_are_refused(models, family, heads, options, mes
         transfer_matrix(models(family)[0], "w1 w2", heads, **options)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (" ".join(["w1"] * 64), "65 tokens .* window of the model is 64"),
+        (tiny.ids(1, 65), "65 tokens .* window of the model is 64"),
+        (torch.tensor([[5, 70]]), "token 70 is not in the model's vocabulary of 64"),
+        (torch.tensor([[0.5, 1.0]]), "torch.float32"),
+        (tiny.ids(1, 4)[None], r"shape \(1, 1, 4\)"),
+    ],
+)
+def test_prompts_that_the_model_cannot_read_are_refused(tiny_model, prompts, message):
+    with pytest.raises(GnaError, match=message):
+        transfer_matrix(tiny_model("gpt2")[0], prompts, "L0H0")
+
+
+def test_only_an_nnsight_model_is_read(models):
+    for wrong, name in ((None, "NoneType"), (models("gpt2")[1], "GPT2LMHeadModel")):
+        with pytest.raises(GnaError, match=f"gna_utils.load returns .*, not {name}"):
+            transfer_matrix(wrong, "w1 w2", "L0H0")
+
+
 def test_a_model_in_training_mode_is_refused(models):
     """In training mode fused kernels run the whole mixer in one call, past every place that could be read."""
     model, hf_model, _ = models("mamba2")

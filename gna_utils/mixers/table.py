@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import SupportsIndex
 
 import transformers
 from packaging.version import Version
@@ -70,8 +71,8 @@ class LayerTable(list[MixerInfo]):
 
     def layer_path(self, layer: int) -> str:
         """Dotted path of a layer, for ``model.get(...)``; raises :class:`GnaError` when it does not exist."""
-        if not 0 <= layer < self.n_layers:
-            raise GnaError(f"layer {layer} was asked; {self.name} has layers 0 to {self.n_layers - 1}.")
+        if not isinstance(layer, SupportsIndex) or not 0 <= layer < self.n_layers:
+            raise GnaError(f"layer {layer!r} was asked; {self.name} has layers 0 to {self.n_layers - 1}.")
         return f"{self.list_path}.{layer}"
 
     def in_layer(self, layer: int) -> list[MixerInfo]:
@@ -145,10 +146,15 @@ def layers(model) -> LayerTable:
       layers 0-29: attention, 9 heads of 64
 
     ``model`` is an nnsight model, or the module it wraps. Works without weights (remote models). Raises
-    :class:`GnaError` when no layer holds a known mixer (the message lists what was found), and when scan
-    layers would run on a version of transformers that computes them wrongly.
+    :class:`GnaError` for anything else, when no layer holds a known mixer (the message lists what was
+    found), and when scan layers would run on a version of transformers that computes them wrongly.
     """
     module = getattr(model, "_module", model)
+    if not isinstance(module, nn.Module):
+        raise GnaError(
+            "give the model that gna_utils.load returns (an nnsight model), or the module it wraps, not "
+            f"{type(model).__name__}."
+        )
     name = type(module).__name__
     list_path, stack = _layer_list(module, name)
     mixers = []

@@ -48,7 +48,8 @@ def transfer_matrix(
     server, which sends back what the heads read; the matrix is computed here.
 
     Raises :class:`GnaError` for a head that does not exist, a layer of another kind, an ambiguous layer, a
-    model in training mode, and a mixer that cannot be read. Formulas and sources: the adapters' modules.
+    prompt that the model cannot read, a model in training mode, and a mixer that cannot be read.
+    Formulas and sources: the adapters' modules.
     """
     return mixing(model, prompts, heads, layer=layer, mixer=mixer, remote=remote).matrix(skip=skip)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -63,9 +64,9 @@ def encode(examples: Example | Iterable[Example], tokenizer, max_length: int | N
     ``max_length`` is the window of the model; without it, the window that the tokenizer reports, if any.
     Raises :class:`~gna_utils.errors.GnaError` when a token spans the border between prompt and candidate, a
     candidate has no token of its own, two candidates have the same tokens, fewer than two candidates are
-    given, or prompt and longest candidate do not fit into the window.
+    given, prompt and longest candidate do not fit into the window, or something is not an example.
     """
-    examples = [examples] if isinstance(examples, Example) else list(examples)
+    examples = listed(examples, Example)
     if not getattr(tokenizer, "is_fast", False):
         raise GnaError(
             f"{type(tokenizer).__name__} cannot tell which characters a token covers: "
@@ -77,6 +78,28 @@ def encode(examples: Example | Iterable[Example], tokenizer, max_length: int | N
         _encode(example, f"example {i}", tokenizer, lead, window if window < _NO_WINDOW else None)
         for i, example in enumerate(examples)
     ]
+
+
+def listed(given, *kinds: type) -> list:
+    """One object of the given kinds, or several, as a list; anything else is refused."""
+    several = isinstance(given, Iterable) and not isinstance(given, (str, *kinds))
+    items = list(given) if several else [given]
+    for item in items:
+        if not isinstance(item, kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise GnaError(f"{type(item).__name__} is not an {names}: give one, or a list of them.")
+    return items
+
+
+def whole(name: str, value, least: int) -> int:
+    """``value`` as an int; fractions, texts and numbers below ``least`` are refused."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise GnaError(f"{name}={value!r} is not possible: give a whole number, at least {least}.")
+    return number
 
 
 def encode_texts(texts: Sequence[str], tokenizer) -> list[list[int]]:
@@ -187,7 +210,8 @@ def _check_window(name: str, prompt: int, candidate: int, window: int | None) ->
     if window is not None and prompt + candidate - 1 > window:
         raise GnaError(
             f"{name} needs {prompt + candidate - 1} tokens (prompt {prompt}, longest candidate {candidate}), "
-            f"but the window of the model is {window}."
+            f"but the window of the model is {window}: make the prompt shorter, for example with fewer "
+            "pairs, or use a model with a longer window."
         )
 
 
@@ -196,7 +220,10 @@ def batches(encoded: Sequence[Encoded], *, max_tokens: int = 4096, pad_id: int =
 
     >>> [batch.input_ids.shape for batch in batches(encoded, max_tokens=1024)]
     [torch.Size([14, 71]), ...]
+
+    Raises :class:`~gna_utils.errors.GnaError` unless ``max_tokens`` is a whole number of at least 1.
     """
+    whole("max_tokens", max_tokens, 1)
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].input_ids))
     groups: list[list[int]] = []
     for i in order:
