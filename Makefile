@@ -55,7 +55,7 @@ lock:  ## Resolve all packages anew in an empty environment and write requiremen
 # The browser tests drive Debian's Chromium; another one can be named by GNA_CHROMIUM.
 chromium:
 	@test -n "$$GNA_CHROMIUM" || command -v chromium >/dev/null || \
-		{ test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
+		{ test "$$(id -u)" = 0 && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; } || \
 		{ echo "The browser tests need Chromium: sudo apt-get install chromium (or set GNA_CHROMIUM)."; exit 2; }
 
 clean:  ## Remove what was built (the cache of weights stays)
