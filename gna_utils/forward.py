@@ -196,8 +196,6 @@ def _check_batch(model, input_ids: Tensor, attention_mask: Tensor, past=None) ->
         raise GnaError(f"input_ids has shape {shape} and holds no token: give at least one.")
     if past is None and covered[1] != shape[1]:
         raise GnaError(f"the mask covers {covered[1]} tokens, but the prompts have {shape[1]}.")
-    if (attention_mask.diff(dim=1) > 0).any() or not attention_mask[:, 0].all():
-        raise GnaError("a prompt is empty or padded at the left: pad at the right, and give the same mask.")
     check_tokens(model, input_ids)
     limit = window(model)
     if limit is not None and covered[1] > limit:
@@ -222,6 +220,8 @@ def check_tokens(model, ids: Tensor) -> None:
 
 def _check(model, input_ids: Tensor, attention_mask: Tensor, past, keep_past: bool, remote) -> None:
     _check_batch(model, input_ids, attention_mask, past)
+    if (attention_mask.diff(dim=1) > 0).any() or not attention_mask[:, 0].all():
+        raise GnaError("a prompt is empty or padded at the left: pad at the right, and give the same mask.")
     if past is None and not keep_past:
         return
     if remote:
