@@ -179,6 +179,8 @@ def test_interrupt_leaves_no_kernel(tmp_path, number, status):
         env=os.environ | {"PID_FILE": str(pid_file)},
         stderr=subprocess.PIPE,
         text=True,
+        # shells start background jobs with Ctrl-C ignored, and the tests may run in one
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     kernel = _kernel_of(pid_file)
     process.send_signal(number)
