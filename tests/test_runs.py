@@ -145,6 +145,7 @@ def test_equal_run_is_not_repeated(done, book, monkeypatch):
         ),
     ],
 )
+@pytest.mark.slow
 def test_failure_names_chapter_cell_and_cause(done, book, given, message):
     """A failing or killed kernel ends the run, says why, and leaves the good run alone (papermill 125)."""
     before = {p: p.read_bytes() for p in Path(done[0].folder).iterdir()}
