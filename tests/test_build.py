@@ -191,6 +191,7 @@ def test_pages_at_the_root_of_the_project_are_staged(tmp_path):
     assert staged == {"_toc.yml", "_config.yml", "02_root.ipynb", "book/index.md", "book/01_toy.ipynb"}
 
 
+@pytest.mark.slow
 def test_an_error_of_the_engine_is_reported_with_its_cause(tmp_path):
     """A mistyped key in the contents: the engine puts its sentence below a ruler under ``RuntimeError:``."""
     (tmp_path / "_toc.yml").write_text("format: jb-book\nroot: index\nchapters:\n- fil: x\n")

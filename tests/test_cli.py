@@ -129,6 +129,7 @@ def test_models_are_listed(book, capsys):
     assert status == 0 and any(line.startswith("smollm2-135m ") for line in out.splitlines())
 
 
+@pytest.mark.slow
 def test_run_and_run_again(book, capsys, monkeypatch):
     """The whole way once: from the command line to the executed notebook; the second time from the cache."""
     monkeypatch.setattr("gna_utils.runs.fingerprint.PACKAGE", book / "no-package")
