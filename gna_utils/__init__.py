@@ -28,6 +28,14 @@ _HOME = {
     "drop_layers": "trace",
     "keep_layers": "trace",
     "patch": "trace",
+    "sweep": "sweeps",
+    "cumulative": "sweeps",
+    "keep_top": "sweeps",
+    "pairs": "sweeps",
+    "pattern_scores": "patterns",
+    "interchange": "patterns",
+    "agreement": "patterns",
+    "random_heads": "patterns",
 }
 
 __all__ = [*_HOME, "__version__"]

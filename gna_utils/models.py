@@ -148,6 +148,13 @@ def info(model: TransformersModel) -> ModelInfo:
     return _hashed(_facts(module, source, seconds), source, _revision(module))
 
 
+def name_of(model: TransformersModel) -> str:
+    """The name in :func:`info`, without the hash of the weights, which takes a while."""
+    module = model._module
+    source, _ = _loaded.get(module, (None, None))
+    return source.name if source else getattr(model, "repo_id", None) or type(module).__name__
+
+
 def loaded() -> list[ModelInfo]:
     """Every model that :func:`load` made in this process, oldest first; for the record of a run."""
     return [_hashed(*entry) for entry in _history]

@@ -92,7 +92,7 @@ def score(
     if method not in METHODS:
         raise GnaError(f"unknown method '{method}': choose one of {', '.join(METHODS)}.")
     whole("max_tokens", max_tokens, 1)
-    encoded = _encoded(model, examples)
+    encoded = encoded_of(model, examples)
     if method == "first_token":
         encoded = [_first_tokens(row, i, model.tokenizer) for i, row in enumerate(encoded)]
     _warn_about_beginnings(encoded, model.tokenizer)
@@ -107,7 +107,7 @@ def score(
                 )
             found[index], used[how] = logprobs, None
             bar.update()
-    frame = pd.DataFrame([_row(i, row, found[i]) for i, row in enumerate(encoded)])
+    frame = pd.DataFrame([outcome(i, row, found[i]) for i, row in enumerate(encoded)])
     if frame["mass"].mean() < LOW_MASS:
         warnings.warn(
             f"the candidates hold only {frame['mass'].mean():.3f} of the probability on average: the model "
@@ -142,7 +142,7 @@ def next_tokens(model, example: Example | Encoded, k: int = 8, *, remote: bool =
     For a look at what a model wants to say when it is none of the candidates. Raises
     :class:`~gna_utils.errors.GnaError` whenever :func:`~gna_utils.tasks.encode` does.
     """
-    [batch] = batches(_encoded(model, example))
+    [batch] = batches(encoded_of(model, example))
     [logits] = forward(
         model, batch.input_ids, batch.attention_mask, positions=batch.query, rows=batch.rows, remote=remote
     )
@@ -154,7 +154,8 @@ def next_tokens(model, example: Example | Encoded, k: int = 8, *, remote: bool =
 # ---------------------------------------------------------------------------------------- what is scored
 
 
-def _encoded(model, examples: Example | Encoded | Iterable[Example | Encoded]) -> list[Encoded]:
+def encoded_of(model, examples: Example | Encoded | Iterable[Example | Encoded]) -> list[Encoded]:
+    """What is scored, in token ids that the model has."""
     require_model(model)
     examples = listed(examples, Example, Encoded)
     if not examples:
@@ -195,7 +196,8 @@ def _warn_about_beginnings(encoded: Sequence[Encoded], tokenizer) -> None:
                 return
 
 
-def _row(number: int, row: Encoded, logprobs: np.ndarray) -> dict:
+def outcome(number: int, row: Encoded, logprobs: np.ndarray) -> dict:
+    """The row of an example in ``Scores.frame``."""
     best = np.flatnonzero(logprobs >= logprobs.max() - TIE)
     return {
         "example": number,
@@ -213,7 +215,7 @@ def _row(number: int, row: Encoded, logprobs: np.ndarray) -> dict:
 # ------------------------------------------------------------------------------------------ how it is run
 
 
-class _Tree:
+class Tree:
     """The prefix tree of one example's candidates, and the sums gathered while walking it."""
 
     def __init__(self, candidates: Sequence[tuple[int, ...]]) -> None:
@@ -236,7 +238,7 @@ def _run(
     model, encoded: Sequence[Encoded], max_tokens: int, remote: bool
 ) -> Iterator[tuple[int, np.ndarray, str]]:
     """Yield (number of the example, log-probabilities, method) in the order in which they are done."""
-    trees = [_Tree(row.candidate_ids) for row in encoded]
+    trees = [Tree(row.candidate_ids) for row in encoded]
     flat = [i for i, tree in enumerate(trees) if len(tree.levels) == 1]
     deep = [i for i, tree in enumerate(trees) if len(tree.levels) > 1]
     for index in _rows(model, [(i, ()) for i in flat], encoded, trees, max_tokens, remote):
@@ -303,7 +305,7 @@ def _descend(model, cache, parents: list[tuple[int, Node]], trees, length: int, 
     ]
     size = max(1, max_tokens // length)
     for part in (children[k : k + size] for k in range(0, len(children), size)):
-        state = _select(cache, [row_of[i, node[:-1]] for i, node in part])
+        state = select(cache, [row_of[i, node[:-1]] for i, node in part])
         tokens = torch.tensor([[node[-1]] for _, node in part])
         mask = torch.ones(len(part), length, dtype=torch.long)
         logits = forward(model, tokens, mask, past=state)
@@ -319,12 +321,16 @@ def _keeps_cache(model) -> bool:
     return bool({"cache", "past_key_values"} & set(inspect.signature(model._module.forward).parameters))
 
 
-def _select(cache: Cache, rows: list[int]) -> Cache:
-    """A copy of ``cache`` with the given rows, as often as they are named; the original stays as it was."""
+def select(cache: Cache, rows: list[int], layers: Iterable[int] | None = None) -> Cache:
+    """A copy of ``cache`` with the given rows, as often as they are named; the original stays as it was.
+
+    Only the entries of ``layers`` get the new rows, by default all of them.
+    """
     chosen = copy.copy(cache)
     chosen.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in chosen.layers:
         # recurrent layers keep their states in dicts, which a shallow copy would share
         vars(layer).update({k: dict(v) for k, v in vars(layer).items() if isinstance(v, dict)})
-    chosen.reorder_cache(torch.tensor(rows))  # made for beam search, which also repeats rows
+    for layer in chosen.layers if layers is None else [chosen.layers[i] for i in layers]:
+        layer.reorder_cache(torch.tensor(rows))  # made for beam search, which also repeats rows
     return chosen

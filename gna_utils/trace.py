@@ -78,7 +78,7 @@ def ablate(
     positions = _checked(positions)
     require_eval(model)
     found = sites_of(table_of(model), parse_heads(heads), mixer, where)
-    values = {} if kind == "zero" else _reference(model, found, kind, positions, reference, seed, remote)
+    values = {} if kind == "zero" else replacements(model, found, kind, positions, reference, seed, remote)
     with _applied(model, found, {"kind": kind, "positions": positions}, values, f"ablate({_names(found)})"):
         yield model
 
@@ -230,7 +230,7 @@ def _applied(model, sites: list[Site], what: dict, values: dict[Site, dict], lab
     return applied(model, groups, label)
 
 
-def _reference(
+def replacements(
     model, sites: list[Site], kind: str, positions, prompts, seed: int, remote
 ) -> dict[Site, dict]:
     """What ``mean`` and ``resample`` put in place of a head, from the reference prompts."""
