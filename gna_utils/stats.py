@@ -98,6 +98,33 @@ def bootstrap(
     return Estimate(mean, float(low), float(high), data.size, chance)
 
 
+def bootstrap_each(
+    values: np.ndarray, *, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean and interval of many measurements on the same examples: :func:`bootstrap` of each row, quickly.
+
+    >>> mean, low, high = bootstrap_each(np.array([[1, 1, 0, 1], [0, 0, 0, 1]]))
+
+    ``values`` is (measurement, example) and finite. All rows share the resamples that :func:`bootstrap` draws
+    from the same seed, so the intervals are the same.
+    """
+    data = np.asarray(values, dtype=float)
+    n = data.shape[1]
+    mean = data.mean(1)
+    if n == 1:
+        return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
+    picks = np.random.default_rng(seed).integers(n, size=(n_resamples, n))
+    drawn = np.zeros((n_resamples, n))  # how often each example is in each resample
+    np.add.at(drawn, (np.arange(n_resamples)[:, None], picks), 1)
+    tail = 100 * (1 - level) / 2
+    step = max(1, _BLOCK // n_resamples)
+    blocks = [data[k : k + step] @ drawn.T / n for k in range(0, len(data), step)]
+    low, high = np.concatenate([np.percentile(block, [tail, 100 - tail], axis=1) for block in blocks], axis=1)
+    equal = np.ptp(data, axis=1) == 0  # exact, where rounding in the resampled means would not be
+    mean = np.where(equal, data[:, 0], mean)
+    return mean, np.where(equal, mean, low), np.where(equal, mean, high)
+
+
 def paired_bootstrap(
     baseline: Sequence[float] | np.ndarray,
     value: Sequence[float] | np.ndarray,

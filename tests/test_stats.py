@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gna_utils import GnaError
-from gna_utils.stats import Estimate, _at_least, bootstrap, paired_bootstrap
+from gna_utils.stats import Estimate, _at_least, bootstrap, bootstrap_each, paired_bootstrap
 
 
 @pytest.mark.parametrize(("n", "hits"), [(100, 62), (400, 40), (30, 15)])
@@ -131,3 +131,15 @@ def test_row_holds_every_number():
         "n": 20,
         "chance": 0.1,
     }
+
+
+@pytest.mark.parametrize("n", [1, 2, 40])
+def test_many_rows_get_what_each_gets_alone(n, monkeypatch):
+    data = np.random.default_rng(1).normal(size=(7, n))
+    data[3] = 0.1  # equal values give an interval without width, without rounding
+    monkeypatch.setattr("gna_utils.stats._BLOCK", 3 * 500)  # three rows at a time
+    found = np.transpose(bootstrap_each(data, n_resamples=500, seed=4))
+    for row, values in zip(data, found):
+        alone = bootstrap(row, n_resamples=500, seed=4)
+        np.testing.assert_allclose(values, [alone.value, alone.low, alone.high], rtol=1e-12)
+    assert found[3, 0] == 0.1

@@ -193,13 +193,13 @@ def _plan(model, heads, layer: int | None, kind: str | None) -> tuple[list[Part]
     for place, head in enumerate(order):
         mixer = table.find(head, kind)
         if mixer.path not in parts:
-            parts[mixer.path] = Part(mixer, _site(model, mixer), [], [])
+            parts[mixer.path] = Part(mixer, site_of(model, mixer), [], [])
         parts[mixer.path].heads.append(head.head)
         parts[mixer.path].places.append(place)
     return sorted(parts.values(), key=lambda part: part.mixer.layer), order
 
 
-def _site(model, mixer: MixerInfo) -> str:
+def site_of(model, mixer: MixerInfo) -> str:
     """The call to read, found before anything runs: a model that cannot be served is refused here."""
     envoy = model.get(mixer.path)
     site = call_site(envoy.source.names, mixer.kind)
