@@ -17,8 +17,8 @@ def cumulative(model, examples, heads, **options) -> Sweep:
 
     >>> cumulative(model, examples, found.top(8)).frame[["n_heads", "metric", "value"]]
 
-    Units are named ``first 1``, ``first 2``, ...; column ``n_heads`` counts the removed heads. ``options`` and
-    errors as in :func:`sweep` (not ``units``).
+    Units are named ``first 1``, ``first 2``, ...; column ``n_heads`` counts the removed heads. ``options``
+    and errors as in :func:`sweep` (not ``units``).
     """
     heads = parse_heads(heads)
     groups = {f"first {k}": heads[:k] for k in range(1, len(heads) + 1)}
@@ -32,8 +32,8 @@ def keep_top(model, examples, heads, counts=None, *, mixer: str | None = None, *
 
     Units are named ``top 4``, ``top 16``, ...; column ``n_heads`` counts the removed heads. ``counts`` is by
     default 1, 2, 4, ... and the length of the list. ``mixer`` limits what is removed to one kind of mixer.
-    ``options`` and errors as in :func:`sweep`; raises :class:`GnaError` also for counts that are not between 1
-    and the number of heads given, and where a layer holds two mixers and none was named.
+    ``options`` and errors as in :func:`sweep`; raises :class:`GnaError` also for counts that are not between
+    1 and the number of heads given, and where a layer holds two mixers and none was named.
     """
     require_eval(model)
     heads = parse_heads(heads)

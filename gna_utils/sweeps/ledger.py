@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 import zipfile
 from pathlib import Path
@@ -56,7 +55,7 @@ class Ledger:
         baseline = {f"baseline_{key}": values for key, values in self.baseline.items()}
         with temporary.open("wb") as file:
             np.savez(file, settings=json.dumps(self.settings), **self.values, **baseline)
-        os.replace(temporary, self.path)
+        temporary.replace(self.path)
         self.saved = time.monotonic()
 
     def _load(self) -> None:

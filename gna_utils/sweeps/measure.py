@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 
@@ -57,19 +57,17 @@ class Meter:
         self.model, self.units, self.encoded = model, units, encoded
         self.how, self.max_tokens = how, max_tokens
         # the inner nodes of an example's prefix tree: each is a row of its own
-        self.nodes = [sum(Tree(row.candidate_ids).levels, []) for row in encoded]
+        self.nodes = [list(chain(*Tree(row.candidate_ids).levels)) for row in encoded]
         # by layer, then by name: the order in which units were named changes nothing, not even rounding
         self.order = sorted(range(len(units)), key=lambda u: (units[u].start, units[u].name))
         self.stack: list[Layer] | None = None
         self.values: dict[str, dict] = {}
-        globals()["LAST"] = False
         if not self._may_restart():
             return
         stack = survey(model, table, *tokens(model, encoded[:1]))
         front, _, _ = self._front(stack, [0])
         if restarts_exactly(front, [unit.start for unit in units]):
             self.stack = stack
-            globals()["LAST"] = True
             if how.kind != "zero":
                 whole = whole_mixers(units)
                 given = replacements(model, whole, how.kind, how.positions, how.reference, how.seed, False)

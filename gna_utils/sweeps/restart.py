@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class Layer:
 
 
 def restarts_exactly(front: Front, starts: Sequence[int]) -> bool:
-    """Whether runs from each of the layers ``starts`` on, with nothing replaced, give the model's own logits."""
+    """Whether runs from each of the layers ``starts`` on, with nothing replaced, give the plain logits."""
     plain = front.plain()
     # rounding grows over the layers, but a layer that is not as assumed changes logits by much more
     limit = torch.finfo(front.dtype).eps ** 0.5 * (1 + plain.abs().max())
@@ -71,7 +72,7 @@ def survey(model, table: LayerTable, ids: Tensor, mask: Tensor) -> list[Layer]:
         {f"{info.path}.{info.out_proj}": getattr(module, info.out_proj) for info, module in zip(*pair)}
         for pair in zip(mixers, modules)
     ]
-    for module in [*layers, *sum(modules, []), *(part for each in projections for part in each.values())]:
+    for module in [*layers, *chain(*modules), *chain(*(each.values() for each in projections))]:
         handles.append(module.register_forward_hook(note))
     try:
         forward(model, ids, mask)
@@ -116,7 +117,7 @@ class Replaced:
     """What stands in for heads in the prompts of a batch."""
 
     def __init__(self, what: dict, values: dict[str, dict], prompts: Tensor, mask: Tensor) -> None:
-        """``what``: kind and positions; ``values``: by path, what :func:`gna_utils.trace.replacements` gave."""
+        """``what``: kind and positions; ``values``: by path, what ``trace.replacements`` gave."""
         self.what, self.values = what, values
         before = torch.zeros(len(prompts), dtype=torch.long)
         self.scene = {"prompt": {"ids": prompts, "real": mask}, "real": mask, "before": before}
@@ -176,7 +177,7 @@ class Front:
         self.at = at
 
     def logits(self, units: Sequence[Unit], replaced: Replaced) -> Tensor:
-        """Logits (unit, batch, vocabulary) with each unit replaced; all start at layer :attr:`at`, or none."""
+        """Logits (unit, batch, vocabulary) with each unit replaced; all start at layer :attr:`at`."""
         copies = len(units)
 
         def start(layer: Layer, original: Callable, hidden: Tensor, *args, **kwargs):
@@ -197,7 +198,7 @@ class Front:
 
         end = len(self.stack) - 1
         touched = {site.mixer.layer for unit in units for site in unit.sites}
-        stands: dict[int, Callable] = {layer: edited for layer in touched}
+        stands: dict[int, Callable] = dict.fromkeys(touched, edited)
         if self.stack[end].mixer is not None and self.ids.shape[1] > 1:
             stands[end] = last
         stands[self.at] = start
