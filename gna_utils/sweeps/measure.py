@@ -89,14 +89,15 @@ class Meter:
     def _by_restarts(self, todo: np.ndarray) -> Iterator[Cells]:
         for examples in self._groups(np.flatnonzero(todo.any(0)).tolist()):
             front, replaced, rows = self._front(self.stack, examples)
-            size = max(1, self.max_tokens // front.mask.numel())
             waiting = [u for u in self.order if todo[u, examples].any()]
-            for layer, members in groupby(waiting, key=lambda u: self.units[u].start):
-                front.enter(layer)
-                members = list(members)
-                for part in (members[k : k + size] for k in range(0, len(members), size)):
-                    logits = front.logits([self.units[u] for u in part], replaced)
-                    yield self._read(part, examples, rows, logits)
+            by_layer = [(at, list(units)) for at, units in groupby(waiting, lambda u: self.units[u].start)]
+            # what is kept of the clean run, and what runs stacked, is as large as one full batch
+            for some in _pieces(by_layer, self.max_tokens // front.ids.numel()):
+                front.read([at for at, _ in some])
+                for at, units in some:
+                    for part in _pieces(units, self.max_tokens // front.mask.numel()):
+                        logits = front.logits(at, [self.units[u] for u in part], replaced)
+                        yield self._read(part, examples, rows, logits)
 
     def _groups(self, examples: list[int]) -> Iterator[list[int]]:
         """Examples that run together; on a cache they must be of one length."""
@@ -163,6 +164,11 @@ class Meter:
             mixer=site.mixer.kind,
             remote=how.remote,
         )
+
+
+def _pieces(items: list, size: int) -> list[list]:
+    size = max(1, size)
+    return [items[k : k + size] for k in range(0, len(items), size)]
 
 
 def _cells(units: list[int], examples: list[int], found: list[list[dict]]) -> Cells:

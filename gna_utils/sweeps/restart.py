@@ -25,7 +25,7 @@ from .units import Unit
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer and what is known of its shape.
+    """One decoder layer, counted from 0, and what is known of its shape.
 
     ``projections`` maps the path of each output projection to its module. ``returns`` is the length of the
     tuple that the layer gives, None for a tensor. ``mixer`` is set where the layer has one mixer, which gives
@@ -33,11 +33,17 @@ class Layer:
     position alone.
     """
 
+    number: int
     module: nn.Module
     projections: dict[str, nn.Module]
     returns: int | None
     mixer: nn.Module | None
     mixer_returns: int | None
+
+    @property
+    def kind(self) -> tuple[type, ...]:
+        """The classes of the layer and of its projections: layers of one kind run the same code."""
+        return type(self.module), *map(type, self.projections.values())
 
     @property
     def path(self) -> str:
@@ -46,16 +52,14 @@ class Layer:
 
 
 def restarts_exactly(front: Front, starts: Sequence[int]) -> bool:
-    """Whether runs from each of the layers ``starts`` on, with nothing replaced, give the plain logits."""
+    """Whether runs from layers on, with nothing replaced, give the plain logits: one layer of each kind."""
     plain = front.plain()
     # rounding grows over the layers, but a layer that is not as assumed changes logits by much more
     limit = torch.finfo(front.dtype).eps ** 0.5 * (1 + plain.abs().max())
     nothing, unchanged = Unit("nothing", ()), Replaced({"positions": "all"}, {}, front.ids, front.mask)
-    for at in sorted(set(starts)):
-        front.enter(at)
-        if not (front.logits([nothing], unchanged)[0] - plain).abs().max() <= limit:
-            return False
-    return True
+    one_each = sorted({front.stack[at].kind: at for at in starts}.values())
+    front.read(one_each)
+    return all((front.logits(at, [nothing], unchanged)[0] - plain).abs().max() <= limit for at in one_each)
 
 
 def survey(model, table: LayerTable, ids: Tensor, mask: Tensor) -> list[Layer]:
@@ -79,10 +83,10 @@ def survey(model, table: LayerTable, ids: Tensor, mask: Tensor) -> list[Layer]:
     finally:
         for handle in handles:
             handle.remove()
-    return [_layer(*parts, found) for parts in zip(layers, modules, projections)]
+    return [_layer(i, *parts, found) for i, parts in enumerate(zip(layers, modules, projections))]
 
 
-def _layer(module: nn.Module, mixers: list[nn.Module], projections: dict, found: dict) -> Layer:
+def _layer(number: int, module: nn.Module, mixers: list[nn.Module], projections: dict, found: dict) -> Layer:
     mixer = None
     if len(mixers) == 1:
         [given] = (found.get(part) for part in projections.values())
@@ -90,7 +94,7 @@ def _layer(module: nn.Module, mixers: list[nn.Module], projections: dict, found:
         same = given is not None and first is not None and given.shape == first.shape
         mixer = mixers[0] if same and torch.equal(given, first) else None
     returns = _width(found[module])
-    return Layer(module, projections, returns, mixer, None if mixer is None else _width(found[mixer]))
+    return Layer(number, module, projections, returns, mixer, None if mixer is None else _width(found[mixer]))
 
 
 def _first(output) -> Tensor | None:
@@ -148,11 +152,11 @@ class Front:
 
     def __init__(self, model, stack: list[Layer], ids: Tensor, mask: Tensor, past=None) -> None:
         self.model, self.stack, self.ids, self.mask, self.past = model, stack, ids, mask, past
-        self.read = mask[:, -ids.shape[1] :].sum(1) - 1
-        self.at = -1
-        self.hidden: Tensor | None = None  # what entered layer `at`
-        self.heads: dict[str, Tensor] = {}  # what its heads put out
-        self.left: Tensor | None = None  # what left it
+        self.last = mask[:, -ids.shape[1] :].sum(1) - 1
+        self.next = 0  # the first layer that was not run yet
+        self.left: Tensor | None = None  # what enters it
+        self.hidden: dict[int, Tensor] = {}  # what entered the layers that were read
+        self.heads: dict[str, Tensor] = {}  # what their heads put out, by the path of the projection
 
     @property
     def dtype(self) -> torch.dtype:
@@ -162,22 +166,21 @@ class Front:
         """Logits (batch, vocabulary) of the whole model."""
         return self._run(0, None, {}, (), 1)
 
-    def enter(self, at: int) -> None:
-        """Go on with the clean run to layer ``at``: to a later one than before."""
+    def read(self, layers: Sequence[int]) -> None:
+        """Go on with the clean run, and keep what ``layers`` read; earlier layers are forgotten."""
 
-        def forward_(layer: Layer, original: Callable, hidden: Tensor, *args, **kwargs):
+        def keep(layer: Layer, original: Callable, hidden: Tensor, *args, **kwargs):
             with _watched(layer, len(hidden), self._keep):
                 output = original(hidden, *args, **kwargs)
-            self.hidden, self.left = hidden, _first(output)
+            self.hidden[layer.number], self.left = hidden, _first(output)
             return output
 
-        first, state = self.at + 1, self.left
-        self.heads = {}
-        self._run(first, state, {at: forward_}, range(at + 1, len(self.stack)), 1)
-        self.at = at
+        first, state = self.next, self.left
+        self.hidden, self.heads, self.next = {}, {}, layers[-1] + 1
+        self._run(first, state, dict.fromkeys(layers, keep), range(self.next, len(self.stack)), 1)
 
-    def logits(self, units: Sequence[Unit], replaced: Replaced) -> Tensor:
-        """Logits (unit, batch, vocabulary) with each unit replaced; all start at layer :attr:`at`."""
+    def logits(self, at: int, units: Sequence[Unit], replaced: Replaced) -> Tensor:
+        """Logits (unit, batch, vocabulary) with each unit replaced, from layer ``at`` on, where all start."""
         copies = len(units)
 
         def start(layer: Layer, original: Callable, hidden: Tensor, *args, **kwargs):
@@ -201,8 +204,8 @@ class Front:
         stands: dict[int, Callable] = dict.fromkeys(touched, edited)
         if self.stack[end].mixer is not None and self.ids.shape[1] > 1:
             stands[end] = last
-        stands[self.at] = start
-        logits = self._run(self.at, self.hidden, stands, (), copies)
+        stands[at] = start
+        logits = self._run(at, self.hidden[at], stands, (), copies)
         return logits.reshape(copies, len(self.ids), -1)
 
     def _run(
@@ -243,7 +246,7 @@ class Front:
         """What follows the heads in a layer; in the last layer only where logits are read."""
         if layer is not self.stack[-1] or hidden.shape[1] == 1:
             return _rest_of(layer, original, hidden, heads, args, kwargs)
-        read = self.read.to(hidden.device).repeat(len(hidden) // len(self.read))[:, None, None]
+        read = self.last.to(hidden.device).repeat(len(hidden) // len(self.last))[:, None, None]
         short = _rest_of(
             layer, original, hidden.take_along_dim(read, 1), heads.take_along_dim(read, 1), args, kwargs
         )
