@@ -197,3 +197,11 @@ def test_model_that_gives_nan_is_refused(examples):
     hf_model.model.layers[1].self_attn.q_proj.weight.data.fill_(torch.nan)
     with pytest.raises(GnaError, match="attention layer 1 gives NaN"):
         pattern_scores(model, examples)
+
+
+def test_runs_as_on_a_server(tiny_model, examples):
+    """``remote="local"`` serialises the trace as for a server: it must not need classes of ours."""
+    model, _, _ = tiny_model("bamba")
+    pd.testing.assert_frame_equal(
+        pattern_scores(model, examples, remote="local"), pattern_scores(model, examples), atol=1e-6
+    )

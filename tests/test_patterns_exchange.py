@@ -55,7 +55,8 @@ def test_answer_follows_the_donor_through_the_head_that_carries_it(by_hand, head
     for metric in ("follows", "log_odds"):
         own = row(frame, "own", metric)
         assert (own.drop, own.drop_low, own.drop_high) == (0, 0, 0)
-    assert set(frame["heads"]) == {", ".join(sorted(heads.split(", ")))} and set(frame["n"]) == {6}
+    assert set(frame["unit"]) == {"+".join(sorted(heads.split(", ")))} and set(frame["n"]) == {6}
+    assert (frame["head"].notna() == (frame["n_heads"] == 1)).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba", "mamba2", "qwen3_next", "falcon_h1"])

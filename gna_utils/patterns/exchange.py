@@ -14,10 +14,10 @@ from ..errors import GnaError
 from ..forward import encode_prompts, forward, require_eval, tokens
 from ..heads import parse_heads
 from ..mixers.table import layers
-from ..models import info
+from ..models import name_of
 from ..scoring import TIE
-from ..sites import sites_of
 from ..stats import paired_bootstrap
+from ..sweeps.units import units_of
 from ..tasks import Encoded, Example, batches
 from ..tasks.encoding import listed, whole
 from ..tasks.example import generator
@@ -52,11 +52,12 @@ def interchange(
       when heads carry the answer.
 
     Returns two rows per metric, ``ablation="interchange"`` and its twin ``"own"``, where the donor of a
-    prompt is the prompt itself and the drop must be 0; columns ``model, task, heads, mixer, ablation,
-    positions, n, metric, baseline, value, drop, drop_low, drop_high, ceiling, chance, seed``. ``baseline`` is
-    the plain prompt and ``ceiling`` the plain donor, both scored against the donor's answer. Intervals are 95
-    % paired bootstrap. Which candidate an example gets depends on ``seed`` and its place in the list. Your
-    own ``donors`` are examples with the same candidates and another answer.
+    prompt is the prompt itself and the drop must be 0: ``unit, model, task, layer, head, n_heads, mixer,
+    ablation, positions, n, metric, baseline, value, drop, drop_low, drop_high, ceiling, chance, seed``.
+    ``baseline`` is the plain prompt, ``ceiling`` the plain donor, both measured against the same two answers;
+    intervals are paired bootstrap over examples, 95 %. ``layer`` and ``head`` are missing where there are
+    several. Which candidate an example gets depends on ``seed`` and its place in the list. Your own
+    ``donors`` are examples with the same candidates and another answer.
 
     Raises :class:`GnaError` for examples without a ``"value"`` span, where no candidate fits into the place
     of the value, where first tokens do not tell candidates apart, and as :func:`~gna_utils.patch` does.
@@ -65,7 +66,7 @@ def interchange(
     require_eval(model)
     if positions not in POSITIONS:
         raise GnaError(f"positions={positions!r} is not possible: choose {', '.join(map(repr, POSITIONS))}.")
-    sites = sites_of(layers(model), parse_heads(heads), mixer)
+    [unit] = units_of(layers(model), [sorted(parse_heads(heads))], mixer)
     examples = listed(examples, Example)
     _, _, rows = encode_prompts(model, examples)
     if donors is None:
@@ -87,20 +88,20 @@ def interchange(
             for i, line in zip(batch.index, lines):
                 found[name][i] = _candidates(line, rows[i])
     first = {
-        "model": info(model).name,
+        **unit.columns(),
+        "model": name_of(model),
         "task": ", ".join(sorted({example.task for example in examples})),
-        "heads": ", ".join(str(head) for head in sorted(parse_heads(heads))),
-        "mixer": ", ".join(sorted({site.mixer.kind for site in sites})),
         "positions": positions,
         "n": len(rows),
         "seed": seed,
     }
-    return pd.DataFrame([first | measured for measured in _compared(found, rows, others, seed)])[COLUMNS]
+    frame = pd.DataFrame([first | measured for measured in _compared(found, rows, others, seed)])[COLUMNS]
+    return frame.astype({"layer": "Int64", "head": "Int64"})
 
 
 COLUMNS = [
-    *("model", "task", "heads", "mixer", "ablation", "positions", "n", "metric", "baseline", "value"),
-    *("drop", "drop_low", "drop_high", "ceiling", "chance", "seed"),
+    *("unit", "model", "task", "layer", "head", "n_heads", "mixer", "ablation", "positions", "n", "metric"),
+    *("baseline", "value", "drop", "drop_low", "drop_high", "ceiling", "chance", "seed"),
 ]
 
 

@@ -18,7 +18,7 @@ from ..interventions import can_stop, running
 from ..mixers.adapters import ADAPTERS
 from ..mixers.table import SCANS, layers
 from ..mixers.transfer import site_of
-from ..models import info
+from ..models import name_of
 from ..remote import backend
 from ..sites import Site, grouped, sites_of
 from ..stats import bootstrap_each
@@ -93,7 +93,7 @@ def pattern_scores(
     for batch in tqdm(parts, disable=None if progress is None else not progress, mininterval=2):
         for number, values in _measure(model, plan, batch, scores, remote):
             found[number][:, :, list(batch.index)] = values
-    first = {"model": info(model).name, "task": task}
+    first = {"model": name_of(model), "task": task}
     frames = [_frames(first, site, names, values, seed) for site, values in zip(plan, found)]
     return pd.concat([frame for part in frames for frame in part], ignore_index=True)
 
