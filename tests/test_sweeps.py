@@ -11,6 +11,7 @@ import tiny
 import tiny_llamba
 import torch
 from nnsight.modeling.transformers import TransformersModel
+from sweep_checks import EXAMPLES, PROMPTS, WORDS, dictionaries, expected, same, values
 
 from gna_utils import GnaError, Head, ablate, layers, score, sweep
 from gna_utils.forward import forward
@@ -22,10 +23,8 @@ from gna_utils.tasks import Example
 
 pytestmark = pytest.mark.filterwarnings("ignore::gna_utils.scoring.GnaWarning")
 
-PROMPTS = ["w1 w2 w3 w4 w5 w6", "w7 w9", "w8 w9 w10", "w11 w12 w13 w14 w15 w16", "w17 w18 w19"]
 REFERENCE = ["w30 w31 w32 w33", "w34 w35", "w36 w37 w38"]
-WORDS, PHRASES = (" w40", " w41", " w42"), (" w40", " w41 w42", " w41 w43")
-EXAMPLES = [Example("test", prompt, WORDS, i % 3) for i, prompt in enumerate(PROMPTS)]
+PHRASES = (" w40", " w41 w42", " w41 w43")
 LONGER = [Example("test", prompt, PHRASES, i % 3) for i, prompt in enumerate(PROMPTS)]
 FAMILIES = [
     *("llama", "gpt2", "gemma3", "gpt_neox", "mamba", "mamba2", "jamba", "bamba", "zamba2", "falcon_h1"),
@@ -37,23 +36,6 @@ def built(family):
     if family != "llamba":
         return tiny.build(family)[0]
     return TransformersModel(tiny_llamba.build(), tokenizer=tiny.tokenizer(), task="text-generation")
-
-
-def expected(model, examples, group, **options):
-    """What :func:`ablate` and :func:`score` say: an independent way to the same numbers."""
-    with ablate(model, group, **options):
-        frame = score(model, examples).frame
-    return {"accuracy": frame["correct"].to_numpy(), "logprob": frame["logprob"].to_numpy()}
-
-
-def values(found, unit):
-    rows = found.examples[found.examples["unit"] == unit]
-    return {metric: part["value"].to_numpy() for metric, part in rows.groupby("metric")}
-
-
-def same(found, unit, truth, tolerance=1e-4):
-    for metric, numbers in truth.items():
-        assert np.abs(values(found, unit)[metric] - numbers).max() <= tolerance
 
 
 @pytest.fixture
@@ -156,20 +138,7 @@ def test_a_layer_that_mixes_outside_its_mixer_is_measured_whole(monkeypatch):
 def known():
     """A model whose heads are known, and a task that it solves."""
     model = circuit.build()
-    words = {"keys": [f"w{i}" for i in range(1, 20)], "values": [f"w{i}" for i in range(20, 40)]}
-    return model, circuit_examples(model, **words)
-
-
-def circuit_examples(model, keys, values):
-    rng = np.random.default_rng(0)
-    found = []
-    for _ in range(12):
-        k, v = rng.choice(keys, 5, replace=False), rng.choice(values, 5, replace=False)
-        asked = int(rng.integers(5))
-        lines = " ".join(f"{a} : {b}" for a, b in zip(k, v))
-        candidates = tuple(f" {b}" for b in v)
-        found.append(Example("circuit", f"{lines} {k[asked]} :", candidates, asked))
-    return found
+    return model, dictionaries(model)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +160,7 @@ def test_frame(known):
     frame = found.frame
     assert tuple(frame.columns) == FRAME and len(frame) == 2 * 10
     assert not frame.isna().any(axis=None)
-    assert set(frame["n"]) == {12} and set(frame["seed"]) == {4} and set(frame["task"]) == {"circuit"}
+    assert set(frame["n"]) == {12} and set(frame["seed"]) == {4} and set(frame["task"]) == {"key_value"}
     assert np.allclose(frame["baseline"] - frame["value"], frame["drop"])
     assert (frame["drop_low"] <= frame["drop"] + 1e-12).all()
     assert (frame["drop"] <= frame["drop_high"] + 1e-12).all()
