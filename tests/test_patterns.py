@@ -190,6 +190,14 @@ def test_refuses_what_cannot_be_scored(tiny_model, examples):
         pattern_scores(model, examples, mixer="ssd")
     with pytest.raises(GnaError, match="layers 0 to 1"):
         pattern_scores(model, examples, "L9H0")
+    with pytest.raises(GnaError, match="no prompt was given"):
+        pattern_scores(model, [])
+    with ablate(circuit.build(), "L0H1"), pytest.raises(GnaError, match="active on another model"):
+        pattern_scores(model, examples)
+    training, _, _ = tiny.build("llama")
+    training._module.train()
+    with pytest.raises(GnaError, match="training mode"):
+        pattern_scores(training, examples)
 
 
 def test_model_that_gives_nan_is_refused(examples):

@@ -85,7 +85,7 @@ def pattern_scores(
     require_eval(model)
     scores = maps.chosen(scores)
     plan = _chosen_heads(model, heads, mixer)
-    rows, task = encoded(model, examples)
+    rows, task = _encoded(model, examples)
     maps.require_marks(rows, scores)
     names = [name for score in scores for name in maps.SCORES[score]]
     found = [np.empty((len(names), 2, len(rows), len(site.heads)), dtype=np.float32) for site in plan]
@@ -127,7 +127,7 @@ def repeated_tokens(model, n: int, length: int = 32, *, seed: int = 0) -> list[E
     return rows
 
 
-def encoded(model, examples) -> tuple[list[Encoded], str]:
+def _encoded(model, examples) -> tuple[list[Encoded], str]:
     """The examples in token ids, and the name of their task."""
     examples = listed(examples, Example, Encoded)
     _, _, rows = encode_prompts(model, examples)
