@@ -120,6 +120,20 @@ def test_heads_of_two_mixers_in_one_layer_are_told_apart(tiny_model):
     same(found, "L1H2 attention", expected(model, EXAMPLES, "L1H2", mixer="attention"))
 
 
+def test_a_mixer_that_changes_what_its_projection_gives(monkeypatch, only_restarts):
+    """Then a restart cannot stand in for the mixer, and runs it."""
+    model, hf_model, _ = tiny.build("llama")
+    for layer in hf_model.model.layers:
+        inner = layer.self_attn.forward
+        doubled = lambda *args, inner=inner, **kwargs: (2 * inner(*args, **kwargs)[0], None)  # noqa: E731
+        monkeypatch.setattr(layer.self_attn, "forward", doubled)
+    for mode in ("exact", "query"):
+        found = sweep(model, EXAMPLES, units=["L0H1", ["L0H2", "L1H2"]], mode=mode)
+        positions = "query" if mode == "query" else "all"
+        for unit in ("L0H1", "L0H2+L1H2"):
+            same(found, unit, expected(model, EXAMPLES, unit.replace("+", ","), positions=positions))
+
+
 def test_a_layer_that_mixes_outside_its_mixer_is_measured_whole(monkeypatch):
     """A restart takes all but the mixer to work on each position alone; where that fails it is not used."""
     model, hf_model, _ = tiny.build("llama")
@@ -187,7 +201,7 @@ def test_order_of_units_does_not_matter(known, mode):
     model, examples = known
     heads = parse_heads([(layer, n) for layer in range(2) for n in range(5)])
     mixed = [heads[i] for i in np.random.default_rng(1).permutation(10)]
-    one, other = (sweep(model, examples, units=units, mode=mode, verify=3) for units in (heads, mixed))
+    one, other = (sweep(model, examples, units=units, mode=mode, verify=5) for units in (heads, mixed))
     by = ["unit", "metric"]
     assert one.frame.sort_values(by, ignore_index=True).equals(other.frame.sort_values(by, ignore_index=True))
 
