@@ -1,0 +1,103 @@
+"""What a tiny model is asked at which time: retrieval first, then everything, each task from easy to hard."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import BoolTensor, LongTensor
+
+from ..tasks import world
+from ..tasks.small_world import document
+
+FIRST = "key_value"
+UNLOCK = 5  # pairs that the model must find before the other tasks begin
+PATIENCE = 1200  # ... or steps after which they begin in any case
+PASSED = 0.9
+WINDOW = 10  # steps over which answers are counted before a task becomes harder
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """How one task is taught: from which size to which, and how often among the documents of a step."""
+
+    first: int
+    last: int
+    weight: float
+
+
+LESSONS = {
+    "key_value": Lesson(2, 14, 1.0),
+    "cloze": Lesson(2, 4, 1.0),
+    "letter": Lesson(2, 4, 4.0),
+    "arithmetic": Lesson(2, 4, 1.5),
+    "tracking": Lesson(0, 2, 1.5),
+    "dialogue": Lesson(2, 4, 1.5),
+}
+
+
+@dataclass
+class Curriculum:
+    """The sizes reached so far, and which tasks have begun.
+
+    Started with everything at once, a Transformer stays at chance: it must first find out how to look a key
+    up, with two pairs only, and can then learn the rest.
+    """
+
+    sizes: dict[str, int] = field(default_factory=lambda: {task: l.first for task, l in LESSONS.items()})
+    active: list[str] = field(default_factory=lambda: [FIRST])
+    counts: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {task: [] for task in LESSONS})
+
+    def draw(self, step: int, seed: int, batch: int, length: int) -> Batch:
+        """The documents of one step; they depend on the seed, the step and the sizes reached alone."""
+        rng = random.Random(f"{seed}/{step}")
+        weights = [LESSONS[task].weight for task in self.active]
+        names, rows = rng.choices(self.active, weights, k=batch), []
+        for task in names:
+            # half of the documents are of the largest size, so that small ones are not forgotten
+            size = max(rng.randint(LESSONS[task].first, self.sizes[task]) for _ in range(2))
+            rows.append(document(task, size, length, rng))
+        return Batch.of(names, rows)
+
+    def note(self, step: int, batch: Batch, right: BoolTensor) -> None:
+        """Count right answers; where enough are right the task becomes harder, and others begin."""
+        for task in self.active:
+            mine = right[torch.tensor([name == task for name in batch.tasks])[batch.row]]
+            if len(mine):
+                self.counts[task].append((int(mine.sum()), len(mine)))
+            if len(self.counts[task]) >= WINDOW and self.share(task) > PASSED:
+                if self.sizes[task] < LESSONS[task].last:
+                    self.sizes[task] += 1
+                    self.counts[task] = []
+        if self.active == [FIRST] and (self.sizes[FIRST] >= UNLOCK or step + 1 >= PATIENCE):
+            self.active = list(LESSONS)
+
+    def share(self, task: str) -> float:
+        """The share of right answers among the latest."""
+        latest = self.counts[task][-WINDOW:]
+        return sum(good for good, _ in latest) / max(sum(n for _, n in latest), 1)
+
+    def state(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents side by side; ``asked`` marks tokens that answer, ``row`` says in which document each one is."""
+
+    tasks: list[str]
+    ids: LongTensor
+    asked: BoolTensor
+    row: LongTensor
+
+    @classmethod
+    def of(cls, tasks: list[str], rows: Iterable[tuple[list[int], list[bool]]]) -> Batch:
+        rows = list(rows)
+        longest = max(len(ids) for ids, _ in rows)
+        ids = torch.full((len(rows), longest), world.vocabulary()[world.PAD])
+        asked = torch.zeros(len(rows), longest, dtype=torch.bool)
+        for i, (tokens, marks) in enumerate(rows):
+            ids[i, : len(tokens)], asked[i, : len(marks)] = torch.tensor(tokens), torch.tensor(marks)
+        return cls(tasks, ids, asked, asked.nonzero()[:, 0])

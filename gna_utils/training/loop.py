@@ -1,0 +1,216 @@
+"""Train a tiny model: seeded, resumable, with held-out accuracies along the way."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..errors import GnaError
+from ..fast_scans import fast_scans
+from ..runs.project import atomic_write, write_json
+from ..tasks.encoding import whole
+from .curriculum import Batch, Curriculum
+from .evaluation import held_out
+from .recipes import Recipe, build, recipe
+from .saving import save
+
+EVERY = 250  # steps between two points of the curve
+CLIP = 1.0
+WEIGHT_DECAY = 0.01
+
+
+@dataclass
+class Progress:
+    """What a run knows of itself: the step it is at, its seconds, losses of all steps, points of its curve."""
+
+    step: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    curve: list[dict] = field(default_factory=list)
+
+
+def train(
+    name: str,
+    *,
+    seed: int = 0,
+    rate: float | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    again: bool = False,
+) -> Path:
+    """Train one of the tiny models and save it as an ordinary model folder; returns the folder.
+
+    >>> folder = train("tiny-mamba2", steps=50)
+    >>> model = load(folder)
+
+    The data, the order of the documents and the first weights depend on ``seed`` alone. ``rate`` is the highest
+    learning rate (default: that of the recipe). ``steps`` ends the run earlier than the recipe; the learning
+    rate of a step stays what it is in the full run. A run that was stopped goes on from its last checkpoint
+    (at most 250 steps back) and ends with the same weights as a run in one go, bit for bit on the same
+    machine with the same number of threads; ``again`` starts anew.
+
+    Raises :class:`~gna_utils.errors.GnaError` on an unknown name and on settings that cannot be.
+    """
+    made = recipe(name)
+    rate = made.rate if rate is None else rate
+    if not 0 < rate < 1:
+        raise GnaError(f"a learning rate of {rate} is not possible: give a number between 0 and 1.")
+    steps = made.steps if steps is None else whole("steps", steps, 1)
+    if steps > made.steps:
+        raise GnaError(f"{steps} steps of '{name}' were asked for: its recipe has {made.steps}.")
+    out = Path(out) if out else Path("_build/training") / f"{name}-seed{seed}-rate{rate:g}"
+    run = Run(name, made, build(name, whole("seed", seed, 0)), seed, rate, out)
+    if not again:
+        run.resume()
+    with fast_scans():
+        run.go(steps)
+    save(run.model, out, run.record())
+    return out
+
+
+class Run:
+    """One model in training."""
+
+    def __init__(
+        self, name: str, made: Recipe, model: PreTrainedModel, seed: int, rate: float, out: Path
+    ) -> None:
+        self.name, self.made, self.model, self.seed, self.rate, self.out = name, made, model, seed, rate, out
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": WEIGHT_DECAY},
+            {"params": vectors, "weight_decay": 0.0},  # norms, biases, decays and skips keep their scale
+        ]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+        self.curriculum, self.progress = Curriculum(), Progress()
+
+    def go(self, steps: int) -> None:
+        """Train up to ``steps``, a checkpoint and a point of the curve every 250 steps and at the end."""
+        self.model.train()
+        start = time.perf_counter() - self.progress.seconds
+        with tqdm(
+            total=steps, initial=self.progress.step, desc=self.name, mininterval=1, miniters=10, disable=None
+        ) as bar:
+            while self.progress.step < steps:
+                self.progress.losses.append(round(self.step(), 5))
+                self.progress.step += 1
+                bar.update()
+                if self.progress.step % EVERY == 0 or self.progress.step == steps:
+                    self.progress.seconds = time.perf_counter() - start
+                    self.point()
+                    self.checkpoint()
+                    bar.set_postfix_str(self.summary())
+
+    def step(self) -> float:
+        """One step: draw documents, compare the answers, follow the gradient; returns the loss."""
+        step = self.progress.step
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * share_of_rate(step, self.made)
+        batch = self.curriculum.draw(step, self.seed, self.made.batch, self.made.length)
+        logits, wanted = answers(self.model, batch)
+        loss = F.cross_entropy(logits, wanted)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.curriculum.note(step, batch, logits.argmax(-1) == wanted)
+        return loss.item()
+
+    def point(self) -> None:
+        """Add the held-out accuracies of this moment to the curve."""
+        recent = self.progress.losses[-EVERY:]
+        self.progress.curve.append(
+            {
+                "step": self.progress.step,
+                "seconds": round(self.progress.seconds),
+                "loss": round(sum(recent) / len(recent), 4),
+                "sizes": dict(self.curriculum.sizes),
+                "accuracy": held_out(self.model, n=100, seed=1_000_000, short=True),
+            }
+        )
+        self.model.train()
+
+    def summary(self) -> str:
+        last = self.progress.curve[-1]
+        return ", ".join([f"loss {last['loss']:.3f}", *(f"{k} {v:.2f}" for k, v in last["accuracy"].items())])
+
+    def record(self) -> dict:
+        """Everything that ``training.json`` says about this run."""
+        p = self.progress
+        return {
+            "name": self.name,
+            "what": self.made.what,
+            "seed": self.seed,
+            "rate": self.rate,
+            "steps": p.step,
+            "planned_steps": self.made.steps,
+            "seconds": round(p.seconds),
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "first_losses": p.losses[:50],
+            "curve": p.curve,
+        }
+
+    @property
+    def _file(self) -> Path:
+        return self.out / "checkpoint.pt"
+
+    def checkpoint(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "curriculum": self.curriculum.state(),
+            "progress": asdict(self.progress),
+            "settings": self._settings(),
+        }
+        with atomic_write(self._file) as path:
+            torch.save(state, path)
+
+    def resume(self) -> None:
+        """Go on from the last checkpoint, if there is one; one of other settings is refused."""
+        if not self._file.is_file():
+            return
+        state = torch.load(self._file, weights_only=True)
+        if state["settings"] != self._settings():
+            raise GnaError(
+                f"'{self.out}' holds a run of other settings ({json.dumps(state['settings'])}): give another "
+                "folder, or start anew with --again."
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.curriculum, self.progress = Curriculum(**state["curriculum"]), Progress(**state["progress"])
+
+    def _settings(self) -> dict:
+        made = self.made
+        return {
+            "name": self.name,
+            "seed": self.seed,
+            "rate": self.rate,
+            "batch": made.batch,
+            "length": made.length,
+            "warm_up": made.warm_up,
+            "steps": made.steps,
+            "model": {key: value for key, value in made.settings.items()},
+        }
+
+
+def answers(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits where a document is asked something, and the tokens that are right there."""
+    hidden = model.base_model(batch.ids, use_cache=False)[0]
+    asked = batch.asked[:, 1:]
+    return model.lm_head(hidden[:, :-1][asked]), batch.ids[:, 1:][asked]
+
+
+def share_of_rate(step: int, made: Recipe) -> float:
+    """Rise over the warm-up, stay, and fall over the last quarter to a twentieth."""
+    if step < made.warm_up:
+        return (step + 1) / made.warm_up
+    fall = made.steps // 4
+    return max(0.05, min(1.0, (made.steps - step) / fall))

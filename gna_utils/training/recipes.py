@@ -1,0 +1,115 @@
+"""How each tiny model is built and trained: everything that is needed to train it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
+
+from ..errors import GnaError
+from ..tasks import world
+
+_WIDTH = 64
+_WORDS = {
+    "vocab_size": len(world.vocabulary()),
+    "pad_token_id": world.vocabulary()[world.PAD],
+    "bos_token_id": world.vocabulary()[world.BOS],
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+    "hidden_size": _WIDTH,
+    "initializer_range": 0.02,
+}
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One tiny model: its architecture and the settings of its training.
+
+    ``rate`` is the highest learning rate, ``rates`` all that were tried; the rate rises over ``warm_up`` steps
+    and falls over the last quarter of ``steps``. ``batch`` documents of up to ``length`` tokens make a step.
+    """
+
+    what: str
+    config: type
+    model: type
+    settings: Mapping[str, object] = field(default_factory=dict)
+    rate: float = 2e-3
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    warm_up: int = 800
+    steps: int = 3000
+    batch: int = 32
+    length: int = 80
+
+
+RECIPES: dict[str, Recipe] = {
+    "tiny-transformer": Recipe(
+        "4 layers of attention and feed-forward, trained on the small world",
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"num_hidden_layers": 4, "intermediate_size": 144, **_ATTENTION},
+    ),
+    "tiny-mamba": Recipe(
+        "5 layers of Mamba (selective scan), trained on the small world",
+        MambaConfig,
+        MambaForCausalLM,
+        {"num_hidden_layers": 6, "state_size": 8, "residual_in_fp32": False},
+    ),
+    "tiny-mamba2": Recipe(
+        "6 layers of Mamba-2 (SSD), trained on the small world",
+        Mamba2Config,
+        Mamba2ForCausalLM,
+        {
+            "num_hidden_layers": 6,
+            "num_heads": 4,
+            "head_dim": 32,
+            "n_groups": 1,
+            "state_size": 32,
+            "chunk_size": 64,
+            "residual_in_fp32": False,
+        },
+    ),
+    "tiny-hybrid": Recipe(
+        "3 layers of Mamba-2 and 1 of attention (the third), trained on the small world",
+        BambaConfig,
+        BambaForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [2],
+            "intermediate_size": 96,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 32,
+            "mamba_chunk_size": 64,
+            **_ATTENTION,
+        },
+    ),
+}
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name; raises :class:`GnaError` with the names that exist."""
+    if name not in RECIPES:
+        raise GnaError(f"there is no recipe for '{name}': choose one of {', '.join(RECIPES)}.")
+    return RECIPES[name]
+
+
+def build(name: str, seed: int) -> PreTrainedModel:
+    """The untrained model of a recipe; the same seed gives the same weights, whatever was drawn before."""
+    made = recipe(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return made.model(made.config(**{**_WORDS, **made.settings}, use_cache=True))
