@@ -1,4 +1,4 @@
-"""The command line: ``gna run``, ``gna build``, ``gna serve``, ``gna doctor``, ``gna models``.
+"""The command line: ``gna run``, ``build``, ``serve``, ``train``, ``models``, ``doctor``.
 
 Each command imports what it needs when it runs, so that ``gna --help`` answers at once.
 """
@@ -89,6 +89,17 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000, help="default: 8000")
     serve.set_defaults(command=_serve)
 
+    train = commands.add_parser(
+        "train", help="train one of the tiny models, or go on with a stopped training"
+    )
+    train.add_argument("name", metavar="NAME", help="tiny-transformer, tiny-mamba2, ... (see `gna models`)")
+    train.add_argument("--seed", type=int, default=0, help="default: 0")
+    train.add_argument("--rate", type=float, help="the highest learning rate (default: that of the recipe)")
+    train.add_argument("--steps", type=int, help="stop after this many steps (default: all of the recipe)")
+    train.add_argument("--out", metavar="DIR", help="default: _build/training/NAME-seedSEED-rateRATE")
+    train.add_argument("--again", action="store_true", help="start anew even if there is a checkpoint")
+    train.set_defaults(command=_train)
+
     doctor = commands.add_parser("doctor", help="print versions, devices, weights and disk space")
     doctor.add_argument("--json", action="store_true", help="as JSON")
     doctor.set_defaults(command=_doctor)
@@ -141,6 +152,20 @@ def _serve(options: argparse.Namespace) -> None:
         serve(options.port)
     except KeyboardInterrupt:
         print()
+
+
+def _train(options: argparse.Namespace) -> None:
+    from .training import train
+
+    folder = train(
+        options.name,
+        seed=options.seed,
+        rate=options.rate,
+        steps=options.steps,
+        out=options.out,
+        again=options.again,
+    )
+    print(f"model: {folder}\nrecord: {folder / 'training.json'}")
 
 
 def _doctor(options: argparse.Namespace) -> None:

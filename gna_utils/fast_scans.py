@@ -44,10 +44,14 @@ def fast_scans() -> Iterator[None]:
 
 
 def _ssd(original):
-    def scan(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, dt_limit=(0.0, float("inf")), **more):
+    def scan(
+        hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, dt_limit=(0.0, float("inf")), **more
+    ):
         stateful = more.get("initial_states") is not None or more.get("return_final_states", False)
         if stateful or not more.get("dt_softplus", False):
-            return original(hidden_states, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_limit=dt_limit, **more)
+            return original(
+                hidden_states, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_limit=dt_limit, **more
+            )
         dt = F.softplus(dt if dt_bias is None else dt + dt_bias).clamp(*dt_limit).transpose(1, 2)
         share = hidden_states.shape[2] // B.shape[2]
         values = hidden_states.transpose(1, 2)

@@ -10,8 +10,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..errors import GnaError
 from . import world
 from .encoding import whole
@@ -25,7 +23,7 @@ _LARGEST = 50
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked after a scene: ``text``, then one of ``candidates``; ``line`` of the scene holds the answer.
+    """What is asked after a scene: ``text``, then one of ``candidates``; the answer stands in ``line``.
 
     ``words`` names words of that line whose place is of interest, such as the value of a pair.
     """
@@ -66,16 +64,15 @@ def small_world(
     key_value  the number that stands behind a word in a list                 pairs                8
     cloze      a fact of the world, with no help from the prompt              options              4
     letter     the letter of the option that states a fact                    options              4
-    arithmetic the sum of two numbers that stand in a list                    pairs                4
+    arithmetic a number plus one that stands behind a word in a list              pairs                4
     tracking   who has what after some have swapped                           swaps                1
     dialogue   who said what                                                  speakers             4
     ========== ============================================================== ==================== =======
 
-    With four options each shares one word with the answer or has both words from other options, so that no
-    word alone tells which option is right; ``letter`` and ``cloze`` with the same seed ask for the same facts
-    with the same options. ``split`` ``"train"`` and ``"test"`` never share: pairs of a key and a value;
-    for a fact its wording (``cloze``) or its set of options (``letter``); pairs of numbers to be added; sets
-    of things (``tracking``) or of utterances (``dialogue``).
+    Four options share their words crosswise, so that no word alone tells which is right; ``letter`` and
+    ``cloze`` with the same seed ask for the same facts with the same options. The splits ``"train"`` and
+    ``"test"`` never share: pairs of a key and a value; for a fact its wording (``cloze``) or its set of options
+    (``letter``); pairs of numbers to be added; sets of things (``tracking``) or of utterances (``dialogue``).
 
     Example ``i`` depends on ``seed`` and ``i`` alone. Raises :class:`~gna_utils.errors.GnaError` on an unknown
     task or split, and on a size that the world cannot fill.

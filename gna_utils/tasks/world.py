@@ -7,47 +7,22 @@ alone never gives an answer away.
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-KEYS = tuple(
-    "apple bell boat book box bread bridge cake candle card castle chair chess clock cloud coat coin crown "
-    "cup desk dog door drum eagle egg fish flag flower flute fox gate glove guitar hammer hat horse jar key "
-    "kite ladder lamp leaf lemon map mirror moon mouse needle oven owl pearl pen piano rabbit ring river "
-    "rope salt ship shoe spoon tree violin wheel".split()
-)
-NUMBERS = tuple(str(number) for number in range(100))
-LETTERS = ("A", "B", "C", "D")
-ENTITIES = tuple(
-    first + second
-    for first in ("Bra", "Cor", "Del", "Fin", "Gal", "Hum", "Jor", "Kel")
-    for second in ("dan", "lor", "mir", "nex", "pol", "ril", "tas", "vun")
-)
-RELATIONS = ("crest", "dish", "game", "song")
-FIRST_WORDS = tuple(
-    "bright broken calm cold dark deep golden green hollow lost quiet red silver slow white wild".split()
-)
-SECOND_WORDS = tuple(
-    "anchor arrow circle dance falcon forest garden harbor hill island lantern meadow storm tower valley "
-    "winter".split()
-)
-PEOPLE = ("Ann", "Ben", "Carl", "Dora", "Emma", "Finn", "Gina", "Hugo")
-VERBS = tuple(
-    "borrow break bring build carry draw find hide hold keep lose open paint sell show wash".split()
-)
-# Ways to state a fact; "{r}" is the relation, "{e}" the entity, and the phrase follows.
-PHRASINGS = (
-    "The {r} of {e} is the",
-    "{e} has for {r} the",
-    "In {e} the {r} is the",
-    "Known as {r} of {e} is the",
-)
-_OTHER_WORDS = tuple(
-    "The the of is has for In Known as Which Add to swaps Who said".split()
-)
+from ..weights import data_dir
+
+_WORDS = json.loads((data_dir() / "small_world.json").read_text(encoding="utf-8"))
+KEYS, NUMBERS = tuple(_WORDS["keys"]), tuple(str(number) for number in range(100))
+LETTERS = tuple(_WORDS["letters"])
+ENTITIES, RELATIONS = tuple(_WORDS["entities"]), tuple(_WORDS["relations"])
+FIRST_WORDS, SECOND_WORDS = tuple(_WORDS["first_words"]), tuple(_WORDS["second_words"])
+PEOPLE, VERBS = tuple(_WORDS["people"]), tuple(_WORDS["verbs"])
+PHRASINGS = tuple(_WORDS["phrasings"])
 PAD, BOS, UNKNOWN = "<pad>", "<s>", "<unk>"
 
 
@@ -67,7 +42,16 @@ def facts() -> dict[tuple[str, str], tuple[str, str]]:
 @cache
 def vocabulary() -> dict[str, int]:
     """Every token of the small world and its id."""
-    words = [PAD, BOS, UNKNOWN, "\n", *NUMBERS, *LETTERS, *(f"{letter}." for letter in LETTERS), *_OTHER_WORDS]
+    words = [
+        PAD,
+        BOS,
+        UNKNOWN,
+        "\n",
+        *NUMBERS,
+        *LETTERS,
+        *(f"{letter}." for letter in LETTERS),
+        *_WORDS["other_words"],
+    ]
     for more in (KEYS, ENTITIES, RELATIONS, FIRST_WORDS, SECOND_WORDS, PEOPLE, VERBS):
         words += more
     return {word: i for i, word in enumerate(words)}

@@ -14,28 +14,30 @@ from ..tasks.small_world import document
 
 FIRST = "key_value"
 UNLOCK = 5  # pairs that the model must find before the other tasks begin
-PATIENCE = 1200  # ... or steps after which they begin in any case
+PATIENCE = 1500  # ... or steps after which they begin in any case
 PASSED = 0.9
 WINDOW = 10  # steps over which answers are counted before a task becomes harder
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """How one task is taught: from which size to which, and how often among the documents of a step."""
+    """How one task is taught: from which size to which, how often, and which task must be mastered before."""
 
     first: int
     last: int
     weight: float
+    after: str | None = FIRST
 
 
 LESSONS = {
-    "key_value": Lesson(2, 14, 1.0),
-    "cloze": Lesson(2, 4, 1.0),
-    "letter": Lesson(2, 4, 4.0),
+    "key_value": Lesson(2, 14, 1.0, after=None),
+    "cloze": Lesson(2, 4, 3.0),
     "arithmetic": Lesson(2, 4, 1.5),
     "tracking": Lesson(0, 2, 1.5),
     "dialogue": Lesson(2, 4, 1.5),
+    "letter": Lesson(2, 4, 4.0, after="cloze"),  # who does not know a fact cannot find it among options
 }
+REHEARSED = 0.5  # the weight of a task that is mastered
 
 
 @dataclass
@@ -50,10 +52,15 @@ class Curriculum:
     active: list[str] = field(default_factory=lambda: [FIRST])
     counts: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {task: [] for task in LESSONS})
 
+    @classmethod
+    def finished(cls) -> Curriculum:
+        """Every task at its largest size, for a student whose teacher has learned them all."""
+        return cls({task: lesson.last for task, lesson in LESSONS.items()}, list(LESSONS))
+
     def draw(self, step: int, seed: int, batch: int, length: int) -> Batch:
         """The documents of one step; they depend on the seed, the step and the sizes reached alone."""
         rng = random.Random(f"{seed}/{step}")
-        weights = [LESSONS[task].weight for task in self.active]
+        weights = [REHEARSED if self.mastered(task) else LESSONS[task].weight for task in self.active]
         names, rows = rng.choices(self.active, weights, k=batch), []
         for task in names:
             # half of the documents are of the largest size, so that small ones are not forgotten
@@ -67,12 +74,19 @@ class Curriculum:
             mine = right[torch.tensor([name == task for name in batch.tasks])[batch.row]]
             if len(mine):
                 self.counts[task].append((int(mine.sum()), len(mine)))
-            if len(self.counts[task]) >= WINDOW and self.share(task) > PASSED:
-                if self.sizes[task] < LESSONS[task].last:
-                    self.sizes[task] += 1
-                    self.counts[task] = []
-        if self.active == [FIRST] and (self.sizes[FIRST] >= UNLOCK or step + 1 >= PATIENCE):
-            self.active = list(LESSONS)
+            passed = len(self.counts[task]) >= WINDOW and self.share(task) > PASSED
+            if passed and self.sizes[task] < LESSONS[task].last:
+                self.sizes[task] += 1
+                self.counts[task] = []
+        for task, lesson in LESSONS.items():
+            if task not in self.active and (self.mastered(lesson.after) or step + 1 >= PATIENCE):
+                self.active.append(task)
+
+    def mastered(self, task: str) -> bool:
+        """Whether the model does a task so well that others may have its place."""
+        if task == FIRST and self.active == [FIRST]:
+            return self.sizes[FIRST] >= UNLOCK
+        return self.sizes[task] == LESSONS[task].last and self.share(task) > PASSED
 
     def share(self, task: str) -> float:
         """The share of right answers among the latest."""
@@ -85,10 +99,15 @@ class Curriculum:
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents side by side; ``asked`` marks tokens that answer, ``row`` says in which document each one is."""
+    """Documents side by side, padded on the right.
+
+    ``real`` marks tokens that are no padding, ``asked`` those that answer; ``row`` says in which document
+    each answer stands.
+    """
 
     tasks: list[str]
     ids: LongTensor
+    real: BoolTensor
     asked: BoolTensor
     row: LongTensor
 
@@ -100,4 +119,4 @@ class Batch:
         asked = torch.zeros(len(rows), longest, dtype=torch.bool)
         for i, (tokens, marks) in enumerate(rows):
             ids[i, : len(tokens)], asked[i, : len(marks)] = torch.tensor(tokens), torch.tensor(marks)
-        return cls(tasks, ids, asked, asked.nonzero()[:, 0])
+        return cls(tasks, ids, ids != world.vocabulary()[world.PAD], asked, asked.nonzero()[:, 0])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from nnsight.modeling.transformers import TransformersModel
 from transformers import PreTrainedModel
 
-from ..scoring import score
+from ..scoring import accuracy, score
 from ..stats import Estimate
-from ..scoring import accuracy
 from ..tasks import world
 from ..tasks.small_world import small_world
 
@@ -46,4 +43,7 @@ def held_out(model: PreTrainedModel, *, n: int, seed: int, short: bool) -> dict[
     """Accuracies of a model in training, which is left in eval mode."""
     model.eval()
     wrapped = TransformersModel(model, tokenizer=world.tokenizer(), device=model.device)
-    return {task: sizes[SIZES[task][0]].value for task, sizes in evaluate(wrapped, n=n, seed=seed, short=short).items()}
+    return {
+        task: sizes[SIZES[task][0]].value
+        for task, sizes in evaluate(wrapped, n=n, seed=seed, short=short).items()
+    }

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
 from ..errors import GnaError
 from ..fast_scans import fast_scans
-from ..runs.project import atomic_write, write_json
+from ..models import load
+from ..runs.project import atomic_write
 from ..tasks.encoding import whole
 from .curriculum import Batch, Curriculum
+from .distillation import answers, layer_loss, start_student
 from .evaluation import held_out
 from .recipes import Recipe, build, recipe
 from .saving import save
@@ -29,7 +30,7 @@ WEIGHT_DECAY = 0.01
 
 @dataclass
 class Progress:
-    """What a run knows of itself: the step it is at, its seconds, losses of all steps, points of its curve."""
+    """What a run knows of itself: where it is, how long it took, all its losses, the points of its curve."""
 
     step: int = 0
     seconds: float = 0.0
@@ -51,8 +52,8 @@ def train(
     >>> folder = train("tiny-mamba2", steps=50)
     >>> model = load(folder)
 
-    The data, the order of the documents and the first weights depend on ``seed`` alone. ``rate`` is the highest
-    learning rate (default: that of the recipe). ``steps`` ends the run earlier than the recipe; the learning
+    Documents, their order and the first weights depend on ``seed`` alone. ``rate`` is the highest learning
+    rate (default: that of the recipe). ``steps`` ends the run earlier than the recipe; the learning
     rate of a step stays what it is in the full run. A run that was stopped goes on from its last checkpoint
     (at most 250 steps back) and ends with the same weights as a run in one go, bit for bit on the same
     machine with the same number of threads; ``again`` starts anew.
@@ -67,7 +68,7 @@ def train(
     if steps > made.steps:
         raise GnaError(f"{steps} steps of '{name}' were asked for: its recipe has {made.steps}.")
     out = Path(out) if out else Path("_build/training") / f"{name}-seed{seed}-rate{rate:g}"
-    run = Run(name, made, build(name, whole("seed", seed, 0)), seed, rate, out)
+    run = _RUNS[made.objective](name, made, whole("seed", seed, 0), rate, out)
     if not again:
         run.resume()
     with fast_scans():
@@ -77,20 +78,25 @@ def train(
 
 
 class Run:
-    """One model in training."""
+    """One model in training; it learns the answers of the documents."""
 
-    def __init__(
-        self, name: str, made: Recipe, model: PreTrainedModel, seed: int, rate: float, out: Path
-    ) -> None:
-        self.name, self.made, self.model, self.seed, self.rate, self.out = name, made, model, seed, rate, out
-        matrices = [p for p in model.parameters() if p.ndim > 1]
-        vectors = [p for p in model.parameters() if p.ndim <= 1]
+    def __init__(self, name: str, made: Recipe, seed: int, rate: float, out: Path) -> None:
+        self.name, self.made, self.seed, self.rate, self.out = name, made, seed, rate, out
+        self.model = build(name, seed)
+        self.curriculum, self.progress = Curriculum(), Progress()
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [
             {"params": matrices, "weight_decay": WEIGHT_DECAY},
             {"params": vectors, "weight_decay": 0.0},  # norms, biases, decays and skips keep their scale
         ]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-        self.curriculum, self.progress = Curriculum(), Progress()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """What one step makes smaller."""
+        logits, wanted = answers(self.model, batch)
+        self.curriculum.note(self.progress.step, batch, logits.argmax(-1) == wanted)
+        return F.cross_entropy(logits, wanted)
 
     def go(self, steps: int) -> None:
         """Train up to ``steps``, a checkpoint and a point of the curve every 250 steps and at the end."""
@@ -115,13 +121,11 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * share_of_rate(step, self.made)
         batch = self.curriculum.draw(step, self.seed, self.made.batch, self.made.length)
-        logits, wanted = answers(self.model, batch)
-        loss = F.cross_entropy(logits, wanted)
+        loss = self.loss(batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
-        self.curriculum.note(step, batch, logits.argmax(-1) == wanted)
         return loss.item()
 
     def point(self) -> None:
@@ -197,15 +201,8 @@ class Run:
             "length": made.length,
             "warm_up": made.warm_up,
             "steps": made.steps,
-            "model": {key: value for key, value in made.settings.items()},
+            "model": dict(made.settings),
         }
-
-
-def answers(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits where a document is asked something, and the tokens that are right there."""
-    hidden = model.base_model(batch.ids, use_cache=False)[0]
-    asked = batch.asked[:, 1:]
-    return model.lm_head(hidden[:, :-1][asked]), batch.ids[:, 1:][asked]
 
 
 def share_of_rate(step: int, made: Recipe) -> float:
@@ -214,3 +211,34 @@ def share_of_rate(step: int, made: Recipe) -> float:
         return (step + 1) / made.warm_up
     fall = made.steps // 4
     return max(0.05, min(1.0, (made.steps - step) / fall))
+
+
+class LayerRun(Run):
+    """A student whose layers learn, each on its own, what the teacher's layers do."""
+
+    def __init__(self, *settings) -> None:
+        super().__init__(*settings)
+        self.teacher = load(self.made.teacher, device="cpu")._module
+        start_student(self.model, self.teacher)
+        self.curriculum = Curriculum.finished()
+
+    def loss(self, batch: Batch) -> Tensor:
+        return layer_loss(self.model, self.teacher, batch)
+
+
+class LogitRun(Run):
+    """A student that learns the teacher's answers, all layers together."""
+
+    def __init__(self, *settings) -> None:
+        super().__init__(*settings)
+        self.teacher = load(self.made.teacher, device="cpu")._module
+        self.model.load_state_dict(load(self.made.start, device="cpu")._module.state_dict())
+        self.curriculum = Curriculum.finished()
+
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            taught, _ = answers(self.teacher, batch)
+        return F.cross_entropy(answers(self.model, batch)[0], taught.softmax(-1))
+
+
+_RUNS = {"answers": Run, "layers": LayerRun, "logits": LogitRun}

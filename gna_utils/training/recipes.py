@@ -19,27 +19,38 @@ from transformers import (
 )
 
 from ..errors import GnaError
+from ..llamba import LlambaForCausalLM
+from ..llamba_config import LlambaConfig
 from ..tasks import world
 
-_WIDTH = 64
 _WORDS = {
     "vocab_size": len(world.vocabulary()),
     "pad_token_id": world.vocabulary()[world.PAD],
     "bos_token_id": world.vocabulary()[world.BOS],
     "eos_token_id": None,
-    "tie_word_embeddings": False,
-    "hidden_size": _WIDTH,
     "initializer_range": 0.02,
 }
+_SIZE = {"hidden_size": 64, "tie_word_embeddings": False}
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512}
+_LLAMBA = {
+    "d_model": 64,
+    "n_layer": 4,
+    "ssm_cfg": {"n_v_heads": 4, "n_qk_heads": 4, "d_state": 16},
+    "mlp_cfg": {"intermediate_size": 144},
+    "norm_epsilon": 1e-6,  # that of the teacher
+    "pad_vocab_size_multiple": 1,
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
     """One tiny model: its architecture and the settings of its training.
 
-    ``rate`` is the highest learning rate, ``rates`` all that were tried; the rate rises over ``warm_up`` steps
-    and falls over the last quarter of ``steps``. ``batch`` documents of up to ``length`` tokens make a step.
+    ``rate`` is the highest learning rate, ``rates`` all that were tried; it rises over ``warm_up`` steps and
+    falls over the last quarter of ``steps``. ``batch`` documents of up to ``length`` tokens make a step.
+
+    ``objective`` says what is learned: the ``"answers"`` of the documents; what each of the ``"layers"`` of a
+    ``teacher`` does to its input; or the ``"logits"`` of the teacher. ``start`` names a model to start from.
     """
 
     what: str
@@ -52,6 +63,9 @@ class Recipe:
     steps: int = 3000
     batch: int = 32
     length: int = 80
+    objective: str = "answers"
+    teacher: str | None = None
+    start: str | None = None
 
 
 RECIPES: dict[str, Recipe] = {
@@ -59,13 +73,13 @@ RECIPES: dict[str, Recipe] = {
         "4 layers of attention and feed-forward, trained on the small world",
         LlamaConfig,
         LlamaForCausalLM,
-        {"num_hidden_layers": 4, "intermediate_size": 144, **_ATTENTION},
+        {"num_hidden_layers": 4, "intermediate_size": 144, **_ATTENTION, **_SIZE},
     ),
     "tiny-mamba": Recipe(
-        "5 layers of Mamba (selective scan), trained on the small world",
+        "6 layers of Mamba (selective scan), trained on the small world",
         MambaConfig,
         MambaForCausalLM,
-        {"num_hidden_layers": 6, "state_size": 8, "residual_in_fp32": False},
+        {"num_hidden_layers": 6, "state_size": 8, "residual_in_fp32": False, **_SIZE},
     ),
     "tiny-mamba2": Recipe(
         "6 layers of Mamba-2 (SSD), trained on the small world",
@@ -79,6 +93,7 @@ RECIPES: dict[str, Recipe] = {
             "state_size": 32,
             "chunk_size": 64,
             "residual_in_fp32": False,
+            **_SIZE,
         },
     ),
     "tiny-hybrid": Recipe(
@@ -95,7 +110,33 @@ RECIPES: dict[str, Recipe] = {
             "mamba_d_state": 32,
             "mamba_chunk_size": 64,
             **_ATTENTION,
+            **_SIZE,
         },
+    ),
+    "tiny-llamba": Recipe(
+        "tiny-transformer with each layer distilled into a Llamba layer on its own (the unaligned student)",
+        LlambaConfig,
+        LlambaForCausalLM,
+        _LLAMBA,
+        objective="layers",
+        teacher="tiny-transformer",
+        rate=4e-3,
+        rates=(2e-3, 4e-3, 8e-3),
+        warm_up=100,
+        steps=2000,
+    ),
+    "tiny-llamba-aligned": Recipe(
+        "tiny-llamba after its layers have learned the answers of tiny-transformer together",
+        LlambaConfig,
+        LlambaForCausalLM,
+        _LLAMBA,
+        objective="logits",
+        teacher="tiny-transformer",
+        start="tiny-llamba",
+        rate=1e-3,
+        rates=(5e-4, 1e-3, 2e-3),
+        warm_up=100,
+        steps=1000,
     ),
 }
 
@@ -112,4 +153,4 @@ def build(name: str, seed: int) -> PreTrainedModel:
     made = recipe(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return made.model(made.config(**{**_WORDS, **made.settings}, use_cache=True))
+        return made.model(made.config(**_WORDS, **made.settings))
