@@ -145,6 +145,16 @@ def test_a_layer_that_mixes_outside_its_mixer_is_measured_whole(monkeypatch):
         same(found, head, expected(model, EXAMPLES, head), 1e-6)
 
 
+def test_a_kernel_that_goes_around_the_projection_is_refused(monkeypatch):
+    """As in ablate: a fused kernel reads the weights of the projection, and nothing would be removed."""
+    model, hf_model, _ = tiny.build("mamba2")
+    project = hf_model.backbone.layers[1].mixer.out_proj
+    monkeypatch.setattr(project, "__class__", type("Fused", (type(project),), {"__call__": project.forward}))
+    for mode in ("exact", "query"):
+        with pytest.raises(GnaError, match="out_proj' was not called"):
+            sweep(model, EXAMPLES, units="L1H2", mode=mode)
+
+
 # ------------------------------------------------------------------------------ what is found, and reported
 
 

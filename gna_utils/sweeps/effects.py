@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,8 +112,9 @@ def sweep(
         heads; or a mapping from names to groups.
     mode: ``"exact"`` removes a unit at every position. ``"query"`` removes it at the last token of the prompt
         only, which is many times faster: it finds heads that act there, such as Aggregate heads, and misses
-        those that work earlier. ``"screen"`` measures all units on few examples, drops the less harmful ones,
-        adds examples, and so on, until ``verify`` units are measured on all examples as in ``"exact"``.
+        those that work earlier. ``"screen"`` measures all units on the first four examples, drops the less
+        harmful ones, doubles the examples, and so on, until ``verify`` units are measured on all examples as
+        in ``"exact"``.
     kind, reference, mixer: as in :func:`~gna_utils.ablate`; ``mixer`` limits ``"heads"`` and ``"layers"``.
     seed: of the bootstrap and of ``kind="resample"``.
     resume: a file (``.npz``) that keeps what was measured; the same call goes on from it after an
@@ -123,7 +125,8 @@ def sweep(
     progress: show a bar; by default only on a terminal.
 
     Raises :class:`GnaError` for unknown heads, modes and kinds, fewer than two examples, a resume file of
-    other settings, and whatever :func:`~gna_utils.score` and :func:`~gna_utils.ablate` refuse.
+    other settings, and whatever :func:`~gna_utils.score` and :func:`~gna_utils.ablate` refuse. Source of the
+    screen: successive halving (arXiv:1502.07943).
     """
     _check(mode, kind, verify)
     require_eval(model)
@@ -132,6 +135,7 @@ def sweep(
     table = layers(model)
     chosen = units_of(table, units, mixer)
     examples = listed(examples, Example, Encoded)
+    reference = list(reference) if isinstance(reference, Iterator) else reference
     encoded = encoded_of(model, examples)
     if len(encoded) < 2:
         raise GnaError(f"{len(encoded)} example was given: an interval takes at least two.")

@@ -9,13 +9,14 @@ model itself makes masks, position codes, the final norm and the logits, whateve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import GnaError
 from ..forward import forward
 from ..interventions import replacement
 from ..mixers.table import LayerTable
@@ -112,9 +113,6 @@ def _shaped(tensor: Tensor, width: int | None) -> Tensor | tuple:
 
 class _Reached(Exception):
     """The heads of a layer are known, so what follows in it need not run."""
-
-    def __init__(self, heads: Tensor) -> None:
-        self.heads = heads
 
 
 class Replaced:
@@ -268,24 +266,25 @@ def _rest_of(layer: Layer, original: Callable, hidden: Tensor, heads: Tensor, ar
 
 def _heads_of(layer: Layer, original: Callable, hidden: Tensor, args, kwargs) -> Tensor:
     """What the heads of a layer put out; what follows them is not run."""
+    found = []
 
     def stop(path: str, heads: Tensor) -> Tensor:
-        raise _Reached(heads)
+        found.append(heads)
+        raise _Reached
 
-    try:
-        with _watched(layer, len(hidden), stop):
-            original(hidden, *args, **kwargs)
-    except _Reached as reached:
-        return reached.heads
-    raise AssertionError(f"{layer.path} was not called")
+    with suppress(_Reached), _watched(layer, len(hidden), stop):
+        original(hidden, *args, **kwargs)
+    return found[0]
 
 
 @contextmanager
 def _watched(layer: Layer, rows: int, use: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Send the input of each output projection of a layer through ``use``, as (row, length, columns)."""
+    called = set()
 
     def hook(path: str) -> Callable:
         def change(module, args):
+            called.add(path)
             whole = args[0]
             new = use(path, whole.reshape(rows, -1, whole.shape[-1]))
             return (new.reshape(whole.shape), *args[1:])
@@ -295,6 +294,11 @@ def _watched(layer: Layer, rows: int, use: Callable[[str, Tensor], Tensor]) -> I
     handles = [part.register_forward_pre_hook(hook(path)) for path, part in layer.projections.items()]
     try:
         yield
+        for path in layer.projections.keys() - called:
+            raise GnaError(
+                f"'{path}' was not called in this forward pass, so nothing could be changed there: the model "
+                "runs another path (a fused kernel)."
+            )
     finally:
         for handle in handles:
             handle.remove()
