@@ -1,6 +1,6 @@
 """Pattern scores of every head of SmolLM2-135M: one trace for all layers against one trace per layer.
 
-    python benchmarks/bench_patterns.py    # 270 heads, 24 prompts of 10 pairs
+    python benchmarks/bench_patterns.py    # 270 heads, 8 prompts of 10 pairs
 
 Both measure the same maps in the same way; only where the model is started again differs. The plain forward
 pass of the same prompts says how much of the time is the model itself.
@@ -21,7 +21,7 @@ from gna_utils.forward import forward, tokens
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import memory
 
-N_PROMPTS, N_PAIRS = 24, 10
+N_PROMPTS, N_PAIRS = 8, 10
 
 
 def timed(call) -> tuple[float, object]:
