@@ -6,7 +6,8 @@ import json
 import os
 import re
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
@@ -24,6 +25,7 @@ class ModelCard:
 
     ``source`` is a requirement of the package index, a folder, or a hub id; ``bytes`` is what is downloaded
     (0 when nothing is); ``cached`` says whether it loads without a network. None stands for "the hub knows".
+    ``accuracies`` holds what a model of this project does on held-out examples, by task.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ModelCard:
     cached: bool | None
     chapters: str
     aliases: tuple[str, ...] = ()
+    accuracies: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,9 @@ def _card(name: str, entry: dict) -> ModelCard:
 
 def _included(name: str, folder: Path) -> ModelCard:
     """The card of a model that the project brings along; ``card.json`` in its folder may say what it is."""
-    path = folder / "card.json"
-    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    said, record = _json(folder / "card.json"), _json(folder / "training.json")
+    config = _json(folder / "config.json")
+    measured = record.get("accuracies", ())
     return ModelCard(
         name=name,
         what=said.get("what", f"a small model of type {config.get('model_type', 'unknown')}"),
@@ -150,7 +153,12 @@ def _included(name: str, folder: Path) -> ModelCard:
         source=str(folder),
         cached=True,
         chapters=said.get("chapters", ""),
+        accuracies={row["task"]: row["value"] for row in measured if row["usual"]},
     )
+
+
+def _json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _count(file: Path) -> int:

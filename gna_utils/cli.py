@@ -181,9 +181,12 @@ def _models(options: argparse.Namespace) -> None:
     cards = sorted(registry().values(), key=lambda card: (card.cached is None, card.name))
     width = max(len(card.name) for card in cards)
     for card in cards:
-        size = f"{card.parameters / 1e6:,.0f}M" if card.parameters else "?"
+        size = f"{card.parameters / 1e6:,.{0 if card.parameters >= 1e7 else 1}f}M" if card.parameters else "?"
         where = {True: "here", False: "to fetch", None: "hub"}[card.cached]
-        print(f"{card.name:<{width}}  {size:>9}  {where:<8}  {card.what}")
+        print(f"{card.name:<{width}}  {size:>9}  {where:<8}  {card.licence}, {card.what}")
+        if card.accuracies:
+            found = ", ".join(f"{task} {value:.2f}" for task, value in card.accuracies.items())
+            print(f"{'':<{width}}  held-out accuracy: {found}")
 
 
 if __name__ == "__main__":

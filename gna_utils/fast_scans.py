@@ -19,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from .mixers.ssd import decay
-
 _MODULES = {
     "mamba": ("mamba_selective_scan", "causal_conv1d_fn"),
     "mamba2": ("mamba2_chunk_scan", "causal_conv1d_fn"),
@@ -57,10 +55,17 @@ def _ssd(original):
         values = hidden_states.transpose(1, 2)
         scores = (C.transpose(1, 2) @ B.transpose(1, 2).mT).repeat_interleave(share, dim=1)
         # One matrix for the whole sequence: below some hundred tokens this beats chunks and carried states.
-        mixed = (scores * decay(dt * A[:, None])) @ (values * dt[..., None])
+        mixed = (scores * _decay(dt * A[:, None])) @ (values * dt[..., None])
         return (mixed if D is None else mixed + D[:, None, None] * values).transpose(1, 2)
 
     return scan
+
+
+def _decay(log_decay: Tensor) -> Tensor:
+    # Less careful than mixers.ssd.decay, which keeps all digits of long sums, and several times faster.
+    total = log_decay.cumsum(-1)
+    future = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).triu(1)
+    return (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()
 
 
 def _selective(original):
@@ -81,11 +86,13 @@ def _selective(original):
 def _conv(original):
     def conv(hidden_states, weight, bias=None, activation=None, **more):
         length, width = hidden_states.shape[-1], weight.shape[-1]
-        padded = F.pad(hidden_states, (width - 1, 0))
-        # A sum of shifted copies: the gradient of a grouped convolution is slow on CPUs.
-        out = sum(padded[..., k : k + length] * weight[:, k, None] for k in range(width))
-        out = out if bias is None else out + bias[:, None]
-        return out if activation is None else ACT2FN[activation](out)
+        # Channels last, and a sum of shifted copies: the gradient of a grouped convolution is slow on CPUs.
+        padded = F.pad(hidden_states.transpose(1, 2), (0, 0, width - 1, 0))
+        out = bias
+        for k in range(width):
+            part = padded[:, k : k + length]
+            out = part * weight[:, k] if out is None else torch.addcmul(out, part, weight[:, k])
+        return (out if activation is None else ACT2FN[activation](out)).transpose(1, 2)
 
     return conv
 

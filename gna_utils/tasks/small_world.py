@@ -71,8 +71,9 @@ def small_world(
 
     Four options share their words crosswise, so that no word alone tells which is right; ``letter`` and
     ``cloze`` with the same seed ask for the same facts with the same options. The splits ``"train"`` and
-    ``"test"`` never share: pairs of a key and a value; for a fact its wording (``cloze``) or its set of options
-    (``letter``); pairs of numbers to be added; sets of things (``tracking``) or of utterances (``dialogue``).
+    ``"test"`` never share: pairs of a key and a value; for a fact its wording (``cloze``) or its set of
+    options (``letter``); pairs of numbers to be added; sets of things (``tracking``) or of utterances
+    (``dialogue``).
 
     Example ``i`` depends on ``seed`` and ``i`` alone. Raises :class:`~gna_utils.errors.GnaError` on an unknown
     task or split, and on a size that the world cannot fill.
@@ -176,46 +177,42 @@ def _held_out(number: int) -> bool:
     return number % _FOLDS == 0
 
 
-def _options(rng: random.Random, split: str, size: int, phrase: tuple[str, str]) -> tuple[list[str], int]:
-    """Phrases that share words with ``phrase``, in random order, and where it stands among them."""
-    first, second = phrase
+def _phrases(rng: random.Random, split: str, size: int) -> list[tuple[str, str]]:
+    """``size`` phrases of two first and two second words, combined crosswise."""
     while True:
-        f, s = rng.randrange(len(world.FIRST_WORDS)), rng.randrange(len(world.SECOND_WORDS))
-        other, another = world.FIRST_WORDS[f], world.SECOND_WORDS[s]
-        if other != first and another != second and _held_out(f + s) == (split == "test"):
+        first = rng.sample(range(len(world.FIRST_WORDS)), 2)
+        second = rng.sample(range(len(world.SECOND_WORDS)), 2)
+        if _held_out(sum(first) + sum(second)) == (split == "test"):
             break
-    chosen = [phrase, *rng.sample([(first, another), (other, second), (other, another)], size - 1)]
-    order = rng.sample(range(size), size)
-    return [" ".join(chosen[k]) for k in order], order.index(0)
-
-
-def _fact(rng: random.Random) -> tuple[int, str, str, tuple[str, str]]:
-    known = list(world.facts().items())
-    number = rng.randrange(len(known))
-    (relation, entity), phrase = known[number]
-    return number, relation, entity, phrase
+    crossed = [(world.FIRST_WORDS[f], world.SECOND_WORDS[s]) for f in first for s in second]
+    return rng.sample(crossed, size)
 
 
 def _cloze(rng: random.Random, split: str, size: int, n_questions: int) -> Scene:
     questions = []
     for _ in range(n_questions):
-        number, relation, entity, phrase = _fact(rng)
-        options, answer = _options(rng, split, size, phrase)
+        phrases = _phrases(rng, split, size)
+        answer = rng.randrange(size)
+        number, relation, entity = world.stated()[phrases[answer]]
         wording = number % len(world.PHRASINGS)  # this one is kept for the test
         if split == "train":
             wording = (wording + 1 + rng.randrange(len(world.PHRASINGS) - 1)) % len(world.PHRASINGS)
         text = world.PHRASINGS[wording].format(r=relation, e=entity)
-        questions.append(Question(text, tuple(options), answer))
+        questions.append(Question(text, tuple(map(" ".join, phrases)), answer))
     return Scene(tuple(questions))
 
 
 def _letter(rng: random.Random, split: str, size: int, n_questions: int) -> Scene:
-    _, relation, entity, phrase = _fact(rng)
-    options, answer = _options(rng, split, size, phrase)
-    lines = tuple(f"{letter}. {option}\n" for letter, option in zip(world.LETTERS, options))
-    words = (("value", f"{world.LETTERS[answer]}."),)
-    text = f"Which is the {relation} of {entity}"
-    return Scene((Question(text, world.LETTERS[:size], answer, answer, words),), lines, after="\n")
+    phrases = _phrases(rng, split, size)
+    lines = tuple(f"{letter}. {' '.join(phrase)}\n" for letter, phrase in zip(world.LETTERS, phrases))
+    questions = []
+    for _ in range(n_questions):
+        answer = rng.randrange(size)
+        _, relation, entity = world.stated()[phrases[answer]]
+        words = (("value", f"{world.LETTERS[answer]}."),)
+        text = f"Which is the {relation} of {entity}"
+        questions.append(Question(text, world.LETTERS[:size], answer, answer, words))
+    return Scene(tuple(questions), lines, after="\n")
 
 
 def _arithmetic(rng: random.Random, split: str, size: int, n_questions: int) -> Scene:
@@ -282,12 +279,12 @@ _TASKS: dict[str, tuple[Callable[..., Scene], tuple[int, int], int]] = {
     "key_value": (_key_value, (2, 32), 8),
     "cloze": (_cloze, (2, 4), 4),
     "letter": (_letter, (2, 4), 4),
-    "arithmetic": (_arithmetic, (2, 8), 4),
+    "arithmetic": (_arithmetic, (1, 8), 4),
     "tracking": (_tracking, (0, 4), 1),
     "dialogue": (_dialogue, (2, 4), 4),
 }
 # how many questions a scene of a training document has
-_QUESTIONS = {"key_value": 12, "cloze": 4, "letter": 1, "arithmetic": 10, "tracking": 4, "dialogue": 8}
+_QUESTIONS = {"key_value": 12, "cloze": 4, "letter": 2, "arithmetic": 10, "tracking": 2, "dialogue": 3}
 
 
 def _task(name: str) -> tuple[Callable[..., Scene], tuple[int, int], int]:

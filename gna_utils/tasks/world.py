@@ -40,6 +40,12 @@ def facts() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 @cache
+def stated() -> dict[tuple[str, str], tuple[int, str, str]]:
+    """The facts the other way round: phrase to number, relation and entity."""
+    return {phrase: (number, *fact) for number, (fact, phrase) in enumerate(facts().items())}
+
+
+@cache
 def vocabulary() -> dict[str, int]:
     """Every token of the small world and its id."""
     words = [

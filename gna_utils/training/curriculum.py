@@ -12,30 +12,29 @@ from torch import BoolTensor, LongTensor
 from ..tasks import world
 from ..tasks.small_world import document
 
-FIRST = "key_value"
-UNLOCK = 5  # pairs that the model must find before the other tasks begin
-PATIENCE = 1500  # ... or steps after which they begin in any case
+PATIENCE = 1500  # steps after which every task begins in any case
 PASSED = 0.9
 WINDOW = 10  # steps over which answers are counted before a task becomes harder
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """How one task is taught: from which size to which, how often, and which task must be mastered before."""
+    """How one task is taught: from which size to which, how often, and after which sizes of which tasks."""
 
     first: int
     last: int
     weight: float
-    after: str | None = FIRST
+    after: tuple[tuple[str, int], ...] = (("key_value", 5),)
 
 
 LESSONS = {
-    "key_value": Lesson(2, 14, 1.0, after=None),
+    "key_value": Lesson(2, 14, 1.0, after=()),
     "cloze": Lesson(2, 4, 3.0),
-    "arithmetic": Lesson(2, 4, 1.5),
+    "arithmetic": Lesson(1, 4, 2.0),
     "tracking": Lesson(0, 2, 1.5),
-    "dialogue": Lesson(2, 4, 1.5),
-    "letter": Lesson(2, 4, 4.0, after="cloze"),  # who does not know a fact cannot find it among options
+    "dialogue": Lesson(2, 4, 2.0),
+    # who cannot recall a fact cannot find it among options
+    "letter": Lesson(2, 4, 4.0, after=(("cloze", 3),)),
 }
 REHEARSED = 0.5  # the weight of a task that is mastered
 
@@ -49,7 +48,7 @@ class Curriculum:
     """
 
     sizes: dict[str, int] = field(default_factory=lambda: {task: l.first for task, l in LESSONS.items()})
-    active: list[str] = field(default_factory=lambda: [FIRST])
+    active: list[str] = field(default_factory=lambda: [task for task, l in LESSONS.items() if not l.after])
     counts: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {task: [] for task in LESSONS})
 
     @classmethod
@@ -73,25 +72,24 @@ class Curriculum:
         for task in self.active:
             mine = right[torch.tensor([name == task for name in batch.tasks])[batch.row]]
             if len(mine):
-                self.counts[task].append((int(mine.sum()), len(mine)))
+                self.counts[task] = [*self.counts[task][1 - WINDOW :], (int(mine.sum()), len(mine))]
             passed = len(self.counts[task]) >= WINDOW and self.share(task) > PASSED
             if passed and self.sizes[task] < LESSONS[task].last:
                 self.sizes[task] += 1
                 self.counts[task] = []
         for task, lesson in LESSONS.items():
-            if task not in self.active and (self.mastered(lesson.after) or step + 1 >= PATIENCE):
+            ready = all(self.sizes[other] >= size for other, size in lesson.after)
+            if task not in self.active and (ready or step + 1 >= PATIENCE):
                 self.active.append(task)
 
     def mastered(self, task: str) -> bool:
         """Whether the model does a task so well that others may have its place."""
-        if task == FIRST and self.active == [FIRST]:
-            return self.sizes[FIRST] >= UNLOCK
         return self.sizes[task] == LESSONS[task].last and self.share(task) > PASSED
 
     def share(self, task: str) -> float:
         """The share of right answers among the latest."""
-        latest = self.counts[task][-WINDOW:]
-        return sum(good for good, _ in latest) / max(sum(n for _, n in latest), 1)
+        counts = self.counts[task]
+        return sum(good for good, _ in counts) / max(sum(n for _, n in counts), 1)
 
     def state(self) -> dict:
         return asdict(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -15,7 +16,7 @@ from ..runs.project import atomic_write, write_json
 from ..stats import Estimate
 from ..tasks import world
 from ..weights import data_dir, file_sha256
-from .evaluation import evaluate
+from .evaluation import SIZES, evaluate
 from .recipes import recipe
 
 RECORD = "training.json"
@@ -78,19 +79,12 @@ def _renew_hashes(home: Path) -> None:
 
 
 def _rows(found: dict[str, dict[int, Estimate]]) -> list[dict]:
-    return [
-        {
-            "task": task,
-            "size": size,
-            "value": e.value,
-            "low": e.low,
-            "high": e.high,
-            "n": e.n,
-            "chance": e.chance,
-        }
-        for task, sizes in found.items()
-        for size, e in sorted(sizes.items())
-    ]
+    rows = []
+    for task, sizes in found.items():
+        for size, estimate in sorted(sizes.items()):
+            usual = size == SIZES[task][0]
+            rows.append({"task": task, "size": size, "usual": usual, **asdict(estimate)})
+    return rows
 
 
 def _model_card(name: str, main: dict, others: list[dict]) -> str:
