@@ -71,8 +71,8 @@ def small_world(
 
     Four options share their words crosswise, so that no word alone tells which is right; ``letter`` and
     ``cloze`` with the same seed ask for the same facts with the same options. The splits ``"train"`` and
-    ``"test"`` never share: pairs of a key and a value; for a fact its wording (``cloze``) or its set of
-    options (``letter``); pairs of numbers to be added; sets of things (``tracking``) or of utterances
+    ``"test"`` of a task never share: pairs of a key and a value; for a fact its wording (``cloze``) or its set
+    of options (``letter``); pairs of numbers to be added; sets of things (``tracking``) or of utterances
     (``dialogue``).
 
     Example ``i`` depends on ``seed`` and ``i`` alone. Raises :class:`~gna_utils.errors.GnaError` on an unknown
@@ -177,21 +177,22 @@ def _held_out(number: int) -> bool:
     return number % _FOLDS == 0
 
 
-def _phrases(rng: random.Random, split: str, size: int) -> list[tuple[str, str]]:
-    """``size`` phrases of two first and two second words, combined crosswise."""
+def _crossed(
+    rng: random.Random, split: str, size: int, firsts: Sequence[str], seconds: Sequence[str]
+) -> list[tuple[str, str]]:
+    """``size`` pairs of two first and two second words, combined crosswise."""
     while True:
-        first = rng.sample(range(len(world.FIRST_WORDS)), 2)
-        second = rng.sample(range(len(world.SECOND_WORDS)), 2)
-        if _held_out(sum(first) + sum(second)) == (split == "test"):
-            break
-    crossed = [(world.FIRST_WORDS[f], world.SECOND_WORDS[s]) for f in first for s in second]
-    return rng.sample(crossed, size)
+        first, second = rng.sample(range(len(firsts)), 2), rng.sample(range(len(seconds)), 2)
+        chosen = rng.sample([(f, s) for f in first for s in second], size)
+        # counted over what is shown: two pairs do not tell which four they were taken from
+        if _held_out(sum(map(sum, chosen))) == (split == "test"):
+            return [(firsts[f], seconds[s]) for f, s in chosen]
 
 
 def _cloze(rng: random.Random, split: str, size: int, n_questions: int) -> Scene:
     questions = []
     for _ in range(n_questions):
-        phrases = _phrases(rng, split, size)
+        phrases = _crossed(rng, split, size, world.FIRST_WORDS, world.SECOND_WORDS)
         answer = rng.randrange(size)
         number, relation, entity = world.stated()[phrases[answer]]
         wording = number % len(world.PHRASINGS)  # this one is kept for the test
@@ -203,7 +204,7 @@ def _cloze(rng: random.Random, split: str, size: int, n_questions: int) -> Scene
 
 
 def _letter(rng: random.Random, split: str, size: int, n_questions: int) -> Scene:
-    phrases = _phrases(rng, split, size)
+    phrases = _crossed(rng, split, size, world.FIRST_WORDS, world.SECOND_WORDS)
     lines = tuple(f"{letter}. {' '.join(phrase)}\n" for letter, phrase in zip(world.LETTERS, phrases))
     questions = []
     for _ in range(n_questions):
@@ -260,11 +261,7 @@ def _tracking(rng: random.Random, split: str, size: int, n_questions: int) -> Sc
 
 def _dialogue(rng: random.Random, split: str, size: int, n_questions: int) -> Scene:
     people = rng.sample(world.PEOPLE, size)
-    verbs, things = rng.sample(range(len(world.VERBS)), 2), rng.sample(range(len(world.KEYS)), 2)
-    while _held_out(sum(verbs) + sum(things)) != (split == "test"):
-        things = rng.sample(range(len(world.KEYS)), 2)
-    said = [f"{world.VERBS[v]} {world.KEYS[t]}" for v in verbs for t in things]
-    said = rng.sample(said, size)
+    said = [" ".join(words) for words in _crossed(rng, split, size, world.VERBS, world.KEYS)]
     questions = []
     for _ in range(n_questions):
         who = rng.randrange(size)
