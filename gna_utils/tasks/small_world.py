@@ -71,12 +71,12 @@ def small_world(
 
     Four options share their words crosswise, so that no word alone tells which is right; ``letter`` and
     ``cloze`` with the same seed ask for the same facts with the same options. The splits ``"train"`` and
-    ``"test"`` of a task never share: pairs of a key and a value; for a fact its wording (``cloze``) or its set
-    of options (``letter``); pairs of numbers to be added; sets of things (``tracking``) or of utterances
+    ``"test"`` of a task never share: pairs of a key and a value; for a fact its wording (``cloze``) or its
+    set of options (``letter``); pairs of numbers to be added; sets of things (``tracking``) or of utterances
     (``dialogue``).
 
-    Example ``i`` depends on ``seed`` and ``i`` alone. Raises :class:`~gna_utils.errors.GnaError` on an unknown
-    task or split, and on a size that the world cannot fill.
+    Example ``i`` depends on ``seed`` and ``i`` alone. Raises :class:`~gna_utils.errors.GnaError` on an
+    unknown task or split, and on a size that the world cannot fill.
     """
     scene_of, sizes, usual = _task(task)
     if split not in SPLITS:
@@ -281,7 +281,7 @@ _TASKS: dict[str, tuple[Callable[..., Scene], tuple[int, int], int]] = {
     "dialogue": (_dialogue, (2, 4), 4),
 }
 # how many questions a scene of a training document has
-_QUESTIONS = {"key_value": 12, "cloze": 4, "letter": 2, "arithmetic": 10, "tracking": 2, "dialogue": 3}
+_QUESTIONS = {"key_value": 12, "cloze": 5, "letter": 2, "arithmetic": 10, "tracking": 2, "dialogue": 3}
 
 
 def _task(name: str) -> tuple[Callable[..., Scene], tuple[int, int], int]:
