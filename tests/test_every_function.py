@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import inspect
 import types
 from contextlib import nullcontext
@@ -68,6 +69,13 @@ def patched(model, prompts, remote):
     return list(gna.patch(model, HEADS, prompts, donors, positions="query", remote=remote))
 
 
+def swept(model, prompts, remote, mode="exact"):
+    """Log-probabilities with each head removed; a sweep takes two examples at least."""
+    found = gna.sweep(model, 2 * examples(prompts), units=HEADS, mode=mode, remote=remote).examples
+    rows = found[found["metric"] == "logprob"].pivot(index="example", columns="unit", values="value")
+    return list(torch.tensor(rows.to_numpy()))[: len(prompts)]
+
+
 # what opens each context, by name
 CONTEXTS = {
     "ablate": lambda model: gna.ablate(model, HEADS),
@@ -87,6 +95,8 @@ READS = {
     "transfer_matrix": matrices,
     "values": mixed_values,
     "patch": patched,
+    "sweep": swept,
+    "sweep, query": functools.partial(swept, mode="query"),
 }
 # every function: (model, prompts, remote) -> one tensor per prompt
 CALLS = READS | {
