@@ -42,9 +42,9 @@ class Layer:
     mixer_returns: int | None
 
     @property
-    def kind(self) -> tuple[type, ...]:
-        """The classes of the layer and of its projections: layers of one kind run the same code."""
-        return type(self.module), *map(type, self.projections.values())
+    def kind(self) -> tuple:
+        """Layers of one kind run the same code."""
+        return type(self.module), type(self.mixer), len(self.projections)
 
     @property
     def path(self) -> str:
