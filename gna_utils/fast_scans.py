@@ -101,7 +101,7 @@ _FAST = {"mamba_selective_scan": _selective, "mamba2_chunk_scan": _ssd, "causal_
 
 
 class SelectiveScan(torch.autograd.Function):
-    """The recurrence of Mamba with a gradient that recomputes the decay instead of keeping it.
+    """The recurrence of Mamba, one token at a time, with a gradient that runs back the same way.
 
     ``h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t`` and ``y_t = C_t . h_t``; ``x`` and ``dt`` are
     ``(L, batch, channel)``, ``A`` ``(channel, state)``, ``B`` and ``C`` ``(L, batch, state)``.
@@ -112,31 +112,30 @@ class SelectiveScan(torch.autograd.Function):
         length, batch, channels = x.shape
         states = x.new_empty(length + 1, batch, channels, A.shape[1])
         states[0] = 0
-        keep, out, written = torch.empty_like(states[0]), torch.empty_like(x), dt * x
+        keep, out, written = torch.empty_like(states[1:]), torch.empty_like(x), dt * x
         for t in range(length):
-            torch.mul(dt[t, ..., None], A, out=keep).exp_()
-            torch.mul(keep, states[t], out=states[t + 1])
+            torch.mul(dt[t, ..., None], A, out=keep[t]).exp_()
+            torch.mul(keep[t], states[t], out=states[t + 1])
             states[t + 1].addcmul_(written[t, ..., None], B[t, :, None])
             torch.bmm(states[t + 1], C[t, ..., None], out=out[t, ..., None])
-        ctx.save_for_backward(x, dt, A, B, C, states)
+        ctx.save_for_backward(x, dt, A, B, C, states, keep)
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor) -> tuple[Tensor, ...]:
-        x, dt, A, B, C, states = ctx.saved_tensors
+        x, dt, A, B, C, states, keep = ctx.saved_tensors
         grad_out = grad_out.contiguous()
         grad_written, grad_keep = torch.empty_like(x), torch.empty_like(x)
         grad_B, grad_C = torch.empty_like(B), torch.empty_like(C)
-        carried, grad_A, keep = (torch.zeros_like(states[0]) for _ in range(3))
+        carried, grad_A, change = (torch.zeros_like(states[0]) for _ in range(3))
         written = dt * x
         for t in reversed(range(len(x))):
             carried.addcmul_(grad_out[t, ..., None], C[t, :, None])  # now the gradient of state t
             torch.bmm(grad_out[t, :, None], states[t + 1], out=grad_C[t, :, None])
             torch.bmm(carried, B[t, ..., None], out=grad_written[t, ..., None])
             torch.bmm(written[t, :, None], carried, out=grad_B[t, :, None])
-            torch.mul(dt[t, ..., None], A, out=keep).exp_()
-            carried.mul_(keep)  # now the gradient of state t-1
-            torch.mul(carried, states[t], out=keep)  # the gradient of dt_t A
-            grad_A.addcmul_(keep, dt[t, ..., None])
-            torch.sum(keep.mul_(A), -1, out=grad_keep[t])
+            carried.mul_(keep[t])  # now the gradient of state t-1
+            torch.mul(carried, states[t], out=change)  # the gradient of dt_t A
+            grad_A.addcmul_(change, dt[t, ..., None])
+            torch.sum(change.mul_(A), -1, out=grad_keep[t])
         return grad_written * dt, grad_written * x + grad_keep, grad_A.sum(0), grad_B, grad_C

@@ -4,6 +4,7 @@ from .encoding import Batch, Encoded, batches, encode, encode_texts
 from .example import Example, Segment
 from .key_value import key_value
 from .mqar import Recall, mqar
+from .scenes import small_world, tasks
 
 __all__ = [
     "Batch",
@@ -16,4 +17,6 @@ __all__ = [
     "encode_texts",
     "key_value",
     "mqar",
+    "small_world",
+    "tasks",
 ]

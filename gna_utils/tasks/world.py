@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import random
 from functools import cache
-
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from ..weights import data_dir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _WORDS = json.loads((data_dir() / "small_world.json").read_text(encoding="utf-8"))
 KEYS, NUMBERS = tuple(_WORDS["keys"]), tuple(str(number) for number in range(100))
@@ -72,6 +73,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
     Spaces separate words and are no tokens, so a word is the same token at the start of a line and within it.
     """
+    # imported here because it takes seconds, and the words alone do not need it
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
     made = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNKNOWN))
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated")]

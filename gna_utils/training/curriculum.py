@@ -10,7 +10,7 @@ import torch
 from torch import BoolTensor, LongTensor
 
 from ..tasks import world
-from ..tasks.small_world import document
+from ..tasks.scenes import document
 
 PATIENCE = 1500  # steps after which every task begins in any case
 PASSED = 0.9

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..scoring import GnaWarning, accuracy, score
 from ..stats import Estimate
 from ..tasks import world
-from ..tasks.small_world import small_world
+from ..tasks.scenes import small_world
 
 # task: sizes that are measured; the first one stands for the task while a model is trained
 SIZES = {

@@ -206,14 +206,11 @@ def _cloze(rng: random.Random, split: str, size: int, n_questions: int) -> Scene
 def _letter(rng: random.Random, split: str, size: int, n_questions: int) -> Scene:
     phrases = _crossed(rng, split, size, world.FIRST_WORDS, world.SECOND_WORDS)
     lines = tuple(f"{letter}. {' '.join(phrase)}\n" for letter, phrase in zip(world.LETTERS, phrases))
-    questions = []
-    for _ in range(n_questions):
-        answer = rng.randrange(size)
-        _, relation, entity = world.stated()[phrases[answer]]
-        words = (("value", f"{world.LETTERS[answer]}."),)
-        text = f"Which is the {relation} of {entity}"
-        questions.append(Question(text, world.LETTERS[:size], answer, answer, words))
-    return Scene(tuple(questions), lines, after="\n")
+    answer = rng.randrange(size)
+    _, relation, entity = world.stated()[phrases[answer]]
+    words = (("value", f"{world.LETTERS[answer]}."),)
+    question = Question("Answer:", world.LETTERS[:size], answer, answer, words)
+    return Scene((question,), lines, before=f"Which is the {relation} of {entity}\n")
 
 
 def _arithmetic(rng: random.Random, split: str, size: int, n_questions: int) -> Scene:
@@ -281,7 +278,7 @@ _TASKS: dict[str, tuple[Callable[..., Scene], tuple[int, int], int]] = {
     "dialogue": (_dialogue, (2, 4), 4),
 }
 # how many questions a scene of a training document has
-_QUESTIONS = {"key_value": 12, "cloze": 5, "letter": 2, "arithmetic": 10, "tracking": 2, "dialogue": 3}
+_QUESTIONS = {"key_value": 12, "cloze": 5, "letter": 1, "arithmetic": 10, "tracking": 2, "dialogue": 3}
 
 
 def _task(name: str) -> tuple[Callable[..., Scene], tuple[int, int], int]:
