@@ -50,7 +50,8 @@ def ship(name: str, runs: Sequence[str | Path], *, seed: int = 0, home: Path | N
     """
     made, home = recipe(name), home or data_dir() / "models"
     records = {Path(run): json.loads((Path(run) / RECORD).read_text(encoding="utf-8")) for run in runs}
-    chosen = [run for run, r in records.items() if (r["seed"], r["rate"]) == (seed, made.rate)]
+    wanted = (name, seed, made.rate)
+    chosen = [run for run, r in records.items() if (r["name"], r["seed"], r["rate"]) == wanted]
     if not chosen or "accuracies" not in records[chosen[0]]:
         raise GnaError(
             f"no finished run of '{name}' with seed {seed} and rate {made.rate:g} is among those given."
