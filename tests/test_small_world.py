@@ -163,7 +163,7 @@ def shown(task: str, lines: list[str], questions: list[str]) -> set:
 
 @pytest.mark.parametrize("task", tasks())
 def test_splits_share_nothing(task):
-    """A set of two options was in both splits, because the two that were not shown decided (sizes 2, all)."""
+    """A set of two options was in both splits, because two that were not shown decided (size 2)."""
     found = defaultdict(set)
     for size in SIZES[task]:
         for split in SPLITS:

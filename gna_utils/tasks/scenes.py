@@ -101,8 +101,9 @@ def tasks() -> tuple[str, ...]:
 def document(task: str, size: int, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
     """Token ids of one training document, and which of them answer a question.
 
-    Scenes of the split "train" follow each other until ``length`` tokens are nearly full. Questions are
-    drawn with replacement: without it a model learns to name what was not yet asked for.
+    Scenes of the split "train" follow each other until ``length`` tokens are nearly full; the first one is
+    kept also when it is longer. Questions are drawn with replacement: without it a model learns to name what
+    was not yet asked for.
     """
     vocabulary = world.vocabulary()
     scene_of, _, _ = _task(task)
@@ -278,7 +279,7 @@ _TASKS: dict[str, tuple[Callable[..., Scene], tuple[int, int], int]] = {
     "dialogue": (_dialogue, (2, 4), 4),
 }
 # how many questions a scene of a training document has
-_QUESTIONS = {"key_value": 12, "cloze": 5, "letter": 1, "arithmetic": 10, "tracking": 2, "dialogue": 3}
+_QUESTIONS = {"key_value": 12, "cloze": 4, "letter": 1, "arithmetic": 4, "tracking": 2, "dialogue": 3}
 
 
 def _task(name: str) -> tuple[Callable[..., Scene], tuple[int, int], int]:

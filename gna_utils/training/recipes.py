@@ -47,7 +47,7 @@ class Recipe:
     """One tiny model: its architecture and the settings of its training.
 
     ``rate`` is the highest learning rate, ``rates`` all that were tried; it rises over ``warm_up`` steps and
-    falls over the last quarter of ``steps``. ``batch`` documents of up to ``length`` tokens make a step.
+    falls over the last quarter of ``steps``. ``batch`` documents of about ``length`` tokens make a step.
 
     ``objective`` says what is learned: the ``"answers"`` of the documents; what each of the ``"layers"`` of a
     ``teacher`` does to its input; or the ``"logits"`` of the teacher. ``start`` names a model to start from.
@@ -57,12 +57,12 @@ class Recipe:
     config: type
     model: type
     settings: Mapping[str, object] = field(default_factory=dict)
-    rate: float = 2e-3
-    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
-    warm_up: int = 800
+    rate: float = 1e-3
+    rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
+    warm_up: int = 50
     steps: int = 3000
-    batch: int = 32
-    length: int = 80
+    batch: int = 128
+    length: int = 40
     objective: str = "answers"
     teacher: str | None = None
     start: str | None = None
