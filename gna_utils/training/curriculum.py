@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -24,27 +23,26 @@ class Lesson:
     first: int
     last: int
     weight: float
-    after: tuple[tuple[str, int], ...] = (("key_value", 5),)
+    after: tuple[tuple[str, int], ...] = (("key_value", 4),)
 
 
 LESSONS = {
-    "key_value": Lesson(2, 14, 1.0, after=()),
-    "cloze": Lesson(2, 4, 3.0),
-    "arithmetic": Lesson(1, 4, 2.0),
-    "tracking": Lesson(0, 2, 1.5),
-    "dialogue": Lesson(2, 4, 2.0),
-    # who cannot recall a fact cannot find it among options
-    "letter": Lesson(2, 4, 4.0, after=(("cloze", 3),)),
+    "cloze": Lesson(2, 4, 2.0, after=()),
+    "letter": Lesson(2, 4, 2.0, after=()),
+    "key_value": Lesson(2, 14, 3.0, after=(("letter", 3),)),
+    "dialogue": Lesson(2, 4, 1.5),
+    "tracking": Lesson(0, 2, 1.0),
+    "arithmetic": Lesson(1, 4, 1.5),
 }
 REHEARSED = 0.5  # the weight of a task that is mastered
+PART = 32  # documents that run together
 
 
 @dataclass
 class Curriculum:
     """The sizes reached so far, and which tasks have begun.
 
-    Started with everything at once, a Transformer stays at chance: it must first find out how to look a key
-    up, with two pairs only, and can then learn the rest.
+    Started with everything at once and in its largest size, a Transformer stays at chance.
     """
 
     sizes: dict[str, int] = field(default_factory=lambda: {task: l.first for task, l in LESSONS.items()})
@@ -56,23 +54,24 @@ class Curriculum:
         """Every task at its largest size, for a student whose teacher has learned them all."""
         return cls({task: lesson.last for task, lesson in LESSONS.items()}, list(LESSONS))
 
-    def draw(self, step: int, seed: int, batch: int, length: int) -> Batch:
-        """The documents of one step; they depend on the seed, the step and the sizes reached alone."""
+    def draw(self, step: int, seed: int, batch: int, length: int) -> list[Batch]:
+        """The documents of one step in parts of similar length; they depend on the seed, the step and the
+        sizes reached alone."""
         rng = random.Random(f"{seed}/{step}")
         weights = [REHEARSED if self.mastered(task) else LESSONS[task].weight for task in self.active]
-        names, rows = rng.choices(self.active, weights, k=batch), []
-        for task in names:
-            # half of the documents are of the largest size, so that small ones are not forgotten
+        rows = []
+        for task in rng.choices(self.active, weights, k=batch):
+            # more documents of large sizes, but small ones are not forgotten
             size = max(rng.randint(LESSONS[task].first, self.sizes[task]) for _ in range(2))
-            rows.append(document(task, size, length, rng))
-        return Batch.of(names, rows)
+            rows.append((task, *document(task, size, length, rng)))
+        rows.sort(key=lambda row: len(row[1]))
+        return [Batch.of(rows[k : k + PART]) for k in range(0, len(rows), PART)]
 
-    def note(self, step: int, batch: Batch, right: BoolTensor) -> None:
-        """Count right answers; where enough are right the task becomes harder, and others begin."""
+    def note(self, step: int, right: dict[str, list[bool]]) -> None:
+        """Count the right answers of a step; where enough are right a task becomes harder, others begin."""
         for task in self.active:
-            mine = right[torch.tensor([name == task for name in batch.tasks])[batch.row]]
-            if len(mine):
-                self.counts[task] = [*self.counts[task][1 - WINDOW :], (int(mine.sum()), len(mine))]
+            if mine := right.get(task):
+                self.counts[task] = [*self.counts[task][1 - WINDOW :], (sum(mine), len(mine))]
             passed = len(self.counts[task]) >= WINDOW and self.share(task) > PASSED
             if passed and self.sizes[task] < LESSONS[task].last:
                 self.sizes[task] += 1
@@ -110,11 +109,12 @@ class Batch:
     row: LongTensor
 
     @classmethod
-    def of(cls, tasks: list[str], rows: Iterable[tuple[list[int], list[bool]]]) -> Batch:
-        rows = list(rows)
-        longest = max(len(ids) for ids, _ in rows)
+    def of(cls, rows: list[tuple[str, list[int], list[bool]]]) -> Batch:
+        """From documents: task, token ids, which of them answer."""
+        longest = max(len(ids) for _, ids, _ in rows)
         ids = torch.full((len(rows), longest), world.vocabulary()[world.PAD])
         asked = torch.zeros(len(rows), longest, dtype=torch.bool)
-        for i, (tokens, marks) in enumerate(rows):
+        for i, (_, tokens, marks) in enumerate(rows):
             ids[i, : len(tokens)], asked[i, : len(marks)] = torch.tensor(tokens), torch.tensor(marks)
+        tasks = [task for task, _, _ in rows]
         return cls(tasks, ids, ids != world.vocabulary()[world.PAD], asked, asked.nonzero()[:, 0])

@@ -84,6 +84,7 @@ class Run:
         self.name, self.made, self.seed, self.rate, self.out = name, made, seed, rate, out
         self.model = build(name, seed)
         self.curriculum, self.progress = Curriculum(), Progress()
+        self.right: dict[str, list[bool]] = {}  # the answers of this step, by task
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [
@@ -93,10 +94,11 @@ class Run:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
 
     def loss(self, batch: Batch) -> Tensor:
-        """What one step makes smaller."""
+        """What a step makes smaller: the mean over the documents of a part."""
         logits, wanted = answers(self.model, batch)
-        self.curriculum.note(self.progress.step, batch, logits.argmax(-1) == wanted)
-        # the mean over documents, or tasks with many questions to a document would drown the others
+        for row, right in zip(batch.row.tolist(), (logits.argmax(-1) == wanted).tolist()):
+            self.right.setdefault(batch.tasks[row], []).append(right)
+        # a mean for each document first, or tasks with many questions to a document would drown the others
         each = F.cross_entropy(logits, wanted, reduction="none")
         return (each / batch.row.bincount()[batch.row]).sum() / len(batch.tasks)
 
@@ -122,13 +124,16 @@ class Run:
         step = self.progress.step
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * share_of_rate(step, self.made)
-        batch = self.curriculum.draw(step, self.seed, self.made.batch, self.made.length)
-        loss = self.loss(batch)
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        total, self.right = 0.0, {}
+        for part in self.curriculum.draw(step, self.seed, self.made.batch, self.made.length):
+            loss = self.loss(part) * (len(part.tasks) / self.made.batch)
+            loss.backward()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
-        return loss.item()
+        self.curriculum.note(step, self.right)
+        return total
 
     def point(self) -> None:
         """Add the held-out accuracies of this moment to the curve."""
