@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from ..columns import COLUMNS
 from ..errors import GnaError
 from ..forward import encode_prompts, forward, require_eval, tokens
 from ..heads import parse_heads
@@ -24,6 +25,7 @@ from ..tasks.example import generator
 from ..trace import patch
 
 POSITIONS = ("value", "summary", "query")
+FRAME = ["unit", *COLUMNS, "n_heads", "ceiling", "chance"]
 
 
 def interchange(
@@ -95,14 +97,8 @@ def interchange(
         "n": len(rows),
         "seed": seed,
     }
-    frame = pd.DataFrame([first | measured for measured in _compared(found, rows, others, seed)])[COLUMNS]
+    frame = pd.DataFrame([first | measured for measured in _compared(found, rows, others, seed)])[FRAME]
     return frame.astype({"layer": "Int64", "head": "Int64"})
-
-
-COLUMNS = [
-    *("unit", "model", "task", "layer", "head", "n_heads", "mixer", "ablation", "positions", "n", "metric"),
-    *("baseline", "value", "drop", "drop_low", "drop_high", "ceiling", "chance", "seed"),
-]
 
 
 def _forward(model, rows: list[Encoded], remote) -> Tensor:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from ..columns import COLUMNS
+
 # Not on first use, as the others: nnsight gives every object a method `save`, and a module is an object.
-from .records import COLUMNS, RunRecord, load_frame, save, table
+from .records import RunRecord, load_frame, save, table
 
 _HOME = {"run": "execute", "build_site": "build"}
 

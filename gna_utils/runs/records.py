@@ -18,25 +18,6 @@ from .project import STATUS, Project, atomic_write, find_project, write_json
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = (
-    "model",
-    "task",
-    "layer",
-    "head",
-    "mixer",
-    "ablation",
-    "positions",
-    "n",
-    "metric",
-    "baseline",
-    "value",
-    "drop",
-    "drop_low",
-    "drop_high",
-    "seed",
-)
-"""Columns of every analysis, one row per measurement; intervals are 95 % paired bootstrap over examples."""
-
 RECORD, REQUEST, KERNEL = "record.json", "request.json", "kernel.json"
 _NAME = re.compile(r"\w[\w.-]*")
 

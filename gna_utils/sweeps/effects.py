@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from ..columns import COLUMNS
 from ..errors import GnaError
 from ..forward import encode_prompts, require_eval
 from ..heads import Head
@@ -25,25 +26,7 @@ from .measure import Ablation, Meter
 from .units import Unit, units_of
 
 MODES = ("exact", "query", "screen")
-FRAME = (
-    "unit",
-    "model",
-    "task",
-    "layer",
-    "head",
-    "n_heads",
-    "mixer",
-    "ablation",
-    "positions",
-    "n",
-    "metric",
-    "baseline",
-    "value",
-    "drop",
-    "drop_low",
-    "drop_high",
-    "seed",
-)
+FRAME = ("unit", *COLUMNS, "n_heads")
 FIRST = 4  # examples on which a screen measures every unit
 
 
@@ -51,9 +34,9 @@ FIRST = 4  # examples on which a screen measures every unit
 class Sweep:
     """Effects of units (heads, layers, groups).
 
-    ``frame`` has one row per unit and metric (``accuracy``, and ``logprob`` of the answer in nats): ``unit,
-    model, task, layer, head, n_heads, mixer, ablation, positions, n, metric, baseline, value, drop, drop_low,
-    drop_high, seed``; the interval is a 95 % paired bootstrap over examples. ``layer`` and ``head`` are
+    ``frame`` has one row per unit and metric (``accuracy``, and ``logprob`` of the answer in nats): ``unit``,
+    then the columns of every table of results (:data:`gna_utils.columns.COLUMNS`), then ``n_heads``; the
+    interval is a 95 % paired bootstrap over examples. ``layer`` and ``head`` are
     missing where a unit has several. ``examples`` has one row per unit, example and metric: ``unit, example,
     metric, baseline, value``. After a screen, ``frame`` holds the verified units, and ``examples`` all that
     was measured.
