@@ -103,7 +103,7 @@ def load(
     shared = {key: options[key] for key in _SHARED if key in options}
     if not source.is_folder:
         shared |= _reach_hub(source.place, shared)
-    with _quiet(), _explained(source):
+    with quiet(), _explained(source):
         config, _ = PretrainedConfig.get_config_dict(source.place, **shared)
         if not isinstance(config, dict):
             raise GnaError(
@@ -323,7 +323,7 @@ def _raise_if_gated(error: BaseException | None, place: str) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Progress bars of transformers only on a terminal: in a log each step would be a line."""
     bars = transformers.utils.logging
     hide = bars.is_progress_bar_enabled() and not sys.stderr.isatty()

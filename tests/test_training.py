@@ -54,6 +54,7 @@ def small_recipes():
             made = replace(REAL[name], settings=settings, steps=STEPS, batch=4, length=30, warm_up=2)
             patch.setitem(recipes.RECIPES, name, made)
         patch.setattr(loop, "EVERY", 2)
+        patch.setattr(lessons, "PART", 3)  # so that the 4 documents of a step are two parts
         patch.setattr(evaluation, "SIZES", {"key_value": (2,), "letter": (2,), "cloze": (2,)})
         measure, measure_all = loop.held_out, saving.evaluate
         patch.setattr(loop, "held_out", lambda model, **options: measure(model, **options | {"n": 4}))
@@ -184,22 +185,39 @@ def test_record_says_what_was_done(finished):
     ]  # fmt: skip
 
 
-def test_loss_is_the_mean_over_documents_of_what_is_asked(tmp_path):
+def test_loss_of_a_step_is_the_mean_over_its_documents(tmp_path):
     run = loop.Run("tiny-transformer", recipes.recipe("tiny-transformer"), 0, 1e-3, tmp_path)
-    batch = Curriculum.finished().draw(0, 0, 6, 60)
-    logits = run.model(batch.ids, use_cache=False).logits.log_softmax(-1).detach()
+    run.curriculum = Curriculum.finished()
+    parts = run.curriculum.draw(0, 0, 4, 30)
     each = []
-    for i, row in enumerate(batch.ids):
-        places = batch.asked[i].nonzero()[:, 0].tolist()
-        each.append(-sum(float(logits[i, at - 1, row[at]]) for at in places) / len(places))
-    assert float(run.loss(batch)) == pytest.approx(sum(each) / 6, abs=1e-5)
+    for part in parts:
+        logits = run.model(part.ids, use_cache=False).logits.log_softmax(-1).detach()
+        for i, row in enumerate(part.ids):
+            places = part.asked[i].nonzero()[:, 0].tolist()
+            each.append(-sum(float(logits[i, at - 1, row[at]]) for at in places) / len(places))
+    assert len(parts) == 2 and len(each) == 4
+    assert run.step() == pytest.approx(sum(each) / 4, abs=1e-5)
+
+
+def test_right_answers_of_a_step_are_counted(tmp_path):
+    run = loop.Run("tiny-transformer", recipes.recipe("tiny-transformer"), 0, 1e-3, tmp_path)
+    run.curriculum.active = ["key_value"]
+    parts = run.curriculum.draw(0, 0, 4, 30)
+    expected = dict.fromkeys(run.curriculum.active, (0, 0))
+    for part in parts:
+        predicted = run.model(part.ids, use_cache=False).logits.argmax(-1)
+        for row, at in part.asked.nonzero().tolist():
+            right, n = expected[part.tasks[row]]
+            expected[part.tasks[row]] = right + int(predicted[row, at - 1] == part.ids[row, at]), n + 1
+    run.step()
+    assert {task: run.curriculum.counts[task] for task in expected} == {t: [c] for t, c in expected.items()}
 
 
 def test_training_learns(tmp_path):
-    """The gradient goes the right way: a single batch is learned by heart."""
+    """The gradient goes the right way: a few documents are learned by heart."""
     run = loop.Run("tiny-transformer", recipes.recipe("tiny-transformer"), 0, 1e-2, tmp_path)
-    batch = Curriculum().draw(0, 0, 4, 30)
-    run.curriculum.draw = lambda *_: batch
+    parts = Curriculum().draw(0, 0, 4, 30)
+    run.curriculum.draw = lambda *_: parts
     losses = []
     for _ in range(30):
         losses.append(run.step())
@@ -228,7 +246,7 @@ def test_settings_that_cannot_be_are_refused(options, message, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("options", [{"seed": 1}, {"rate": 1e-3}, {"name": "tiny-mamba2"}])
+@pytest.mark.parametrize("options", [{"seed": 1}, {"rate": 0.015}, {"name": "tiny-mamba2"}])
 def test_checkpoint_of_other_settings_is_refused(options, tmp_path):
     first = {"name": "tiny-transformer", "steps": 2, "out": tmp_path}
     train(**first)
@@ -244,9 +262,8 @@ def test_checkpoint_of_other_settings_is_refused(options, tmp_path):
 
 
 def answer(found: Curriculum, step: int, share: float = 1.0) -> None:
-    """One step in which that share of the answers is right."""
-    batch = found.draw(step, 0, 16, 30)
-    found.note(step, batch, torch.arange(len(batch.row)) < share * len(batch.row))
+    """One step in which that share of 20 answers is right in every task."""
+    found.note(step, {task: [k < 20 * share for k in range(20)] for task in found.active})
 
 
 def test_task_becomes_harder_when_answers_are_right_and_not_otherwise():
@@ -269,21 +286,14 @@ def test_early_mistakes_are_forgotten():
 
 
 def test_tasks_begin_after_those_they_need_and_end_at_their_largest_size():
-    found, step = Curriculum(), 0
-    assert found.active == [task for task, lesson in LESSONS.items() if not lesson.after] == ["key_value"]
-    while step < PATIENCE - 1 and any(found.sizes[task] < LESSONS[task].last for task in LESSONS):
-        before = list(found.active)
+    found = Curriculum()
+    assert found.active == ["key_value"]
+    for step in range(PATIENCE - 1):
         answer(found, step)
-        for task in found.active[len(before) :]:
-            assert all(found.sizes[other] == size for other, size in LESSONS[task].after)
-        assert found.active[: len(before)] == before
-        step += 1
-    assert found.active.index("cloze") < found.active.index("letter")
-    assert found.sizes == {task: lesson.last for task, lesson in LESSONS.items()}
-    for more in range(2 * WINDOW):
-        answer(found, step + more)
-    assert found.sizes == Curriculum.finished().sizes and sorted(found.active) == sorted(LESSONS)
-    assert all(map(found.mastered, LESSONS))
+        ready = [t for t, lesson in LESSONS.items() if all(found.sizes[o] >= n for o, n in lesson.after)]
+        assert sorted(found.active) == sorted(ready)
+    assert found.sizes == Curriculum.finished().sizes == {task: l.last for task, l in LESSONS.items()}
+    assert sorted(found.active) == sorted(LESSONS) and all(map(found.mastered, LESSONS))
 
 
 def test_patience_ends_where_a_model_learns_nothing():
@@ -307,31 +317,38 @@ def test_state_survives_a_checkpoint(tmp_path):
 
 
 def test_documents_of_a_step_depend_on_seed_step_and_sizes_alone():
-    found, first = Curriculum.finished(), Curriculum.finished().draw(3, 1, 8, 60)
-    found.draw(2, 1, 8, 60)
+    def drawn(step, seed):
+        return [part.ids.tolist() for part in Curriculum.finished().draw(step, seed, 8, 60)]
+
+    first = drawn(3, 1)
     random.seed(0)
-    assert torch.equal(found.draw(3, 1, 8, 60).ids, first.ids)
-    for step, seed in ((4, 1), (3, 2)):
-        assert found.draw(step, seed, 8, 60).ids.tolist() != first.ids.tolist()
+    assert drawn(3, 1) == first and drawn(4, 1) != first and drawn(3, 2) != first
 
 
 def test_documents_are_of_sizes_reached_and_of_tasks_begun(monkeypatch):
-    drawn, make = set(), lessons.document
-    monkeypatch.setattr(lessons, "document", lambda *a: (drawn.add(a[:2]), make(*a))[1])
+    drawn, make = [], lessons.document
+    monkeypatch.setattr(lessons, "document", lambda *a: (drawn.append(a[:2]), make(*a))[1])
     found = Curriculum()
     found.sizes["key_value"], found.sizes["cloze"] = 4, 3
     found.active = ["key_value", "cloze"]
-    batch = found.draw(0, 0, 60, 60)
+    parts = found.draw(0, 0, 60, 60)
     low = LESSONS["key_value"].first, LESSONS["cloze"].first
-    assert drawn == {("key_value", n) for n in range(low[0], 5)} | {("cloze", n) for n in range(low[1], 4)}
-    assert set(batch.tasks) == {"key_value", "cloze"} and len(batch.ids) == 60
+    expected = {("key_value", n) for n in range(low[0], 5)} | {("cloze", n) for n in range(low[1], 4)}
+    assert set(drawn) == expected
+    assert sorted(task for part in parts for task in part.tasks) == sorted(task for task, _ in drawn)
+
+
+def test_parts_hold_documents_of_similar_length():
+    parts = Curriculum.finished().draw(0, 0, 20, 30)
+    lengths = [int(n) for part in parts for n in part.real.sum(1)]
+    assert len(lengths) == 20 and lengths == sorted(lengths)
+    assert [len(part.tasks) for part in parts] == [3] * 6 + [2]
 
 
 def test_batch_is_padded_right_and_marks_what_is_real_and_asked():
-    rows = [([1, 7, 8, 3], [False, False, True, False]), ([1, 9], [False, True])]
-    batch = Batch.of(["a", "b"], rows)
+    batch = Batch.of([("a", [1, 7, 8, 3], [False, False, True, False]), ("b", [1, 9], [False, True])])
     pad = world.vocabulary()[world.PAD]
-    assert batch.ids.tolist() == [[1, 7, 8, 3], [1, 9, pad, pad]]
+    assert batch.tasks == ["a", "b"] and batch.ids.tolist() == [[1, 7, 8, 3], [1, 9, pad, pad]]
     assert batch.real.tolist() == [[True] * 4, [True, True, False, False]]
     assert batch.asked.nonzero().tolist() == [[0, 2], [1, 1]] and batch.row.tolist() == [0, 1]
 
@@ -347,7 +364,8 @@ def pair():
         for parameter in teacher.parameters():
             parameter.mul_(4)  # so that layers change their input by much
     start_student(student, teacher)
-    return student, teacher, Curriculum().draw(0, 0, 4, 30)
+    (batch,) = Curriculum().draw(0, 0, 3, 30)
+    return student, teacher, batch
 
 
 @torch.no_grad()
@@ -400,18 +418,10 @@ def test_what_layers_write_is_what_the_next_one_reads(pair):
 
 def test_padding_does_not_count(pair):
     student, teacher, batch = pair
-    rows = [
-        (ids[real].tolist(), asked[real].tolist())
-        for ids, real, asked in zip(batch.ids, batch.real, batch.asked)
-    ]
-    longer = Batch.of(batch.tasks, rows)
-    wide = Batch(
-        batch.tasks,
-        *(F.pad(t, (0, 9)) for t in (longer.ids, longer.real, longer.asked)),
-        longer.row,
-    )
+    padded = (F.pad(marks, (0, 9)) for marks in (batch.ids, batch.real, batch.asked))
+    wide = Batch(batch.tasks, *padded, batch.row)
     torch.testing.assert_close(layer_loss(student, teacher, wide), layer_loss(student, teacher, batch))
-    for model in pair[:2]:
+    for model in (student, teacher):
         for a, b in zip(answers(model, wide), answers(model, batch)):
             torch.testing.assert_close(a, b)
 

@@ -60,7 +60,7 @@ class Recipe:
     rate: float = 1e-3
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
     warm_up: int = 50
-    steps: int = 3000
+    steps: int = 4000
     batch: int = 128
     length: int = 40
     objective: str = "answers"

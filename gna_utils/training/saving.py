@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..errors import GnaError
-from ..models import load
+from ..models import load, quiet
 from ..runs.project import atomic_write, write_json
 from ..stats import Estimate
 from ..tasks import world
@@ -32,7 +32,8 @@ _KEPT = (
 def save(model: PreTrainedModel, folder: Path, record: dict) -> None:
     """Save what ``load(folder)`` needs, and ``training.json``; a finished model is measured on all tasks."""
     model.eval()
-    model.save_pretrained(folder)
+    with quiet():
+        model.save_pretrained(folder)
     world.tokenizer().save_pretrained(folder)
     if record["steps"] == record["planned_steps"]:
         record = {**record, "accuracies": _rows(evaluate(load(folder)))}
