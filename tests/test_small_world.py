@@ -23,6 +23,7 @@ SIZES = {
 }
 CASES = [(task, size) for task, sizes in SIZES.items() for size in sizes]
 SPLITS = ("train", "test")
+TOKENIZER = world.tokenizer()
 N = 150
 FACTS = {" ".join(phrase): fact for fact, phrase in world.facts().items()}
 
@@ -33,7 +34,7 @@ def documents(task: str, size: int, n: int = 60, length: int = 120) -> list[tupl
 
 
 def text_of(ids: list[int]) -> str:
-    return world.tokenizer().decode(ids, skip_special_tokens=True)
+    return TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
 def parts(example) -> tuple[list[str], str]:
@@ -275,7 +276,7 @@ def test_values_not_said_yet_are_not_the_better_guess(size):
 @pytest.mark.parametrize(("task", "size"), CASES)
 def test_document_ids_are_those_of_its_text(task, size):
     for ids, _ in documents(task, size, n=10):
-        assert world.tokenizer()(text_of(ids))["input_ids"] == ids
+        assert TOKENIZER(text_of(ids))["input_ids"] == ids
 
 
 @pytest.mark.parametrize(("task", "size"), CASES)
@@ -302,7 +303,7 @@ def test_document_fills_its_length_and_keeps_to_it(task, size):
 
 @pytest.mark.parametrize(("task", "size"), CASES)
 def test_encoded_places_hold_what_their_names_say(task, size):
-    examples, tokenizer = small_world(task, 20, size=size), world.tokenizer()
+    examples, tokenizer = small_world(task, 20, size=size), TOKENIZER
     for example, row in zip(examples, encode(examples, tokenizer)):
         words = tokenizer.convert_ids_to_tokens(row.input_ids)
         lines = [line for line in example.prompt.split("\n")[:-1] if line and line[:5] != "Which"]

@@ -95,3 +95,9 @@ def test_padding_leaves_the_tokens_where_they_are(tokenizer):
     padded = tokenizer(["fox", "fox 42 bell"], padding=True)
     assert padded["attention_mask"] == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert padded["input_ids"][0][2:] == [tokenizer.pad_token_id] * 2
+
+
+def test_tokenizer_is_nobody_elses():
+    """A wrapped model pads left: with one tokenizer for all, so did all later ones."""
+    world.tokenizer().padding_side = "left"
+    assert world.tokenizer().padding_side == "right"

@@ -64,7 +64,6 @@ def vocabulary() -> dict[str, int]:
     return {word: i for i, word in enumerate(words)}
 
 
-@cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per word and per newline, with a start token before each text.
 
@@ -72,6 +71,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     'fox 42\\n\\nfox'
 
     Spaces separate words and are no tokens, so a word is the same token at the start of a line and within it.
+    Each call makes a new one, because wrapping a model changes the padding side of its tokenizer.
     """
     # imported here because it takes seconds, and the words alone do not need it
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
