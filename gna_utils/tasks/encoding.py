@@ -94,7 +94,7 @@ def listed(given, *kinds: type) -> list:
 def whole(name: str, value, least: int) -> int:
     """``value`` as an int; fractions, texts and numbers below ``least`` are refused."""
     try:
-        number = operator.index(value)
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:

@@ -75,6 +75,8 @@ def small_world(
     set of options (``letter``); pairs of numbers to be added; sets of things (``tracking``) or of utterances
     (``dialogue``).
 
+    ``arithmetic`` has 99 candidates; the best constant answer is right in 0.02 of the examples, twice chance.
+
     Example ``i`` depends on ``seed`` and ``i`` alone. Raises :class:`~gna_utils.errors.GnaError` on an
     unknown task or split, and on a size that the world cannot fill.
     """

@@ -26,11 +26,12 @@ def start_student(student: LlambaForCausalLM, teacher: PreTrainedModel) -> None:
         for name, value in given.items()
         if ".self_attn." not in name
     }
-    missing = [name for name in own if name not in renamed and ".mixer." not in name]
-    if missing:
-        raise GnaError(
-            f"the teacher has no weights for {', '.join(missing)}: it must be a Llama of the same sizes."
-        )
+    shared = {name: value for name, value in own.items() if ".mixer." not in name}
+    for name in sorted({*shared, *renamed}):
+        if name not in shared or name not in renamed or shared[name].shape != renamed[name].shape:
+            raise GnaError(
+                f"teacher and student differ at {name}: the teacher must be a Llama of the same sizes."
+            )
     student.load_state_dict({**own, **renamed})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass, field
@@ -16,8 +17,9 @@ from ..errors import GnaError
 from ..fast_scans import fast_scans
 from ..models import load
 from ..runs.project import atomic_write
+from ..tasks import world
 from ..tasks.encoding import whole
-from .curriculum import Batch, Curriculum
+from .curriculum import LESSONS, Batch, Curriculum
 from .distillation import answers, layer_loss, start_student
 from .evaluation import held_out
 from .recipes import Recipe, build, recipe
@@ -58,12 +60,13 @@ def train(
     (at most 250 steps back) and ends with the same weights as a run in one go, bit for bit on the same
     machine with the same number of threads; ``again`` starts anew.
 
-    Raises :class:`~gna_utils.errors.GnaError` on an unknown name and on settings that cannot be.
+    Raises :class:`~gna_utils.errors.GnaError` on an unknown name, on settings that cannot be, and on a
+    checkpoint that is damaged, of other settings or further on.
     """
     made = recipe(name)
     rate = made.rate if rate is None else rate
-    if not 0 < rate < 1:
-        raise GnaError(f"a learning rate of {rate} is not possible: give a number between 0 and 1.")
+    if not isinstance(rate, float) or not 0 < rate < 1:
+        raise GnaError(f"a learning rate of {rate!r} is not possible: give a number between 0 and 1.")
     steps = made.steps if steps is None else whole("steps", steps, 1)
     if steps > made.steps:
         raise GnaError(f"{steps} steps of '{name}' were asked for: its recipe has {made.steps}.")
@@ -71,6 +74,11 @@ def train(
     run = _RUNS[made.objective](name, made, whole("seed", seed, 0), rate, out)
     if not again:
         run.resume()
+    if run.progress.step > steps:
+        raise GnaError(
+            f"'{out}' is at step {run.progress.step} already: ask for at least as many steps, or start anew "
+            "with --again."
+        )
     with fast_scans():
         run.go(steps)
     save(run.model, out, run.record())
@@ -188,27 +196,33 @@ class Run:
         """Go on from the last checkpoint, if there is one; one of other settings is refused."""
         if not self._file.is_file():
             return
-        state = torch.load(self._file, weights_only=True)
-        if state["settings"] != self._settings():
+        try:
+            state = torch.load(self._file, weights_only=True)
+            before = state["settings"]
+        except Exception as error:  # torch raises errors of many kinds for a file that is cut off
+            raise GnaError(f"'{self._file}' is damaged: start anew with --again.") from error
+        other = [key for key, value in self._settings().items() if before.get(key) != value]
+        if other:
             raise GnaError(
-                f"'{self.out}' holds a run of other settings ({json.dumps(state['settings'])}): give another "
-                "folder, or start anew with --again."
+                f"'{self.out}' holds a run with another {', '.join(other)}: give another folder, or start "
+                "anew with --again."
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.curriculum, self.progress = Curriculum(**state["curriculum"]), Progress(**state["progress"])
+        # where the run was stopped lies a point that a run in one go does not have
+        self.progress.curve = [p for p in self.progress.curve if p["step"] % EVERY == 0]
 
-    def _settings(self) -> dict:
-        made = self.made
+    def _settings(self) -> dict[str, object]:
+        """What must be the same for a run to go on, as text and numbers."""
+        words = json.dumps(world.vocabulary()).encode()
         return {
             "name": self.name,
             "seed": self.seed,
             "rate": self.rate,
-            "batch": made.batch,
-            "length": made.length,
-            "warm_up": made.warm_up,
-            "steps": made.steps,
-            "model": dict(made.settings),
+            "recipe": repr(self.made),
+            "curriculum": repr(LESSONS),
+            "vocabulary": hashlib.sha256(words).hexdigest(),
         }
 
 

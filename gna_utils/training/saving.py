@@ -50,7 +50,9 @@ def ship(name: str, runs: Sequence[str | Path], *, seed: int = 0, home: Path | N
     Raises :class:`~gna_utils.errors.GnaError` when the run of that seed is missing or not finished.
     """
     made, home = recipe(name), home or data_dir() / "models"
-    records = {Path(run): json.loads((Path(run) / RECORD).read_text(encoding="utf-8")) for run in runs}
+    # a run that is still going on has no record yet
+    found = [Path(run) / RECORD for run in runs]
+    records = {file.parent: json.loads(file.read_text(encoding="utf-8")) for file in found if file.is_file()}
     wanted = (name, seed, made.rate)
     chosen = [run for run, r in records.items() if (r["name"], r["seed"], r["rate"]) == wanted]
     if not chosen or "accuracies" not in records[chosen[0]]:
