@@ -108,13 +108,16 @@ def _model_card(name: str, main: dict, others: list[dict]) -> str:
         "| task | size | accuracy | n | chance |",
         "|---|---|---|---|---|",
         *(_accuracy_line(row) for row in main["accuracies"]),
-        "",
-        "The other runs that were made (`training.json` has their curves):",
-        "",
-        "| seed | rate | steps | key-value, 8 pairs | letter form | cloze |",
-        "|---|---|---|---|---|---|",
-        *(_run_line(run) for run in others),
     ]
+    if others:
+        lines += [
+            "",
+            "The other runs that were made (`training.json` has their curves):",
+            "",
+            "| seed | rate | steps | key-value, 8 pairs | letter form | cloze |",
+            "|---|---|---|---|---|---|",
+            *(_run_line(run) for run in others),
+        ]
     return "\n".join(lines) + "\n"
 
 
