@@ -140,7 +140,7 @@ def test_model_without_known_mixer_lists_what_was_found():
 )
 def test_known_bad_transformers_are_refused_for_scan_models(tiny_model, monkeypatch, version, refused):
     """These versions did not carry the scan state from chunk to chunk (transformers issue 47246)."""
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr("gna_utils.mixers.table.transformers.__version__", version)
     assert layers(tiny_model("llama")[0])
     if not refused:
         assert layers(tiny_model("mamba2")[0])
